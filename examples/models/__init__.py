@@ -1,0 +1,1 @@
+"""Real models, written as Equinox modules with their sites named."""

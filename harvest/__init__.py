@@ -1,0 +1,73 @@
+"""Make any value inside a JAX program visible and replaceable by name."""
+
+import os as _os
+from importlib.metadata import version as _version
+
+from jax.extend import source_info_util as _source_info_util
+
+from . import _rules as _rules
+from . import internal as internal
+from ._edits import add as add
+from ._edits import at as at
+from ._edits import chain as chain
+from ._edits import each as each
+from ._edits import indexed as indexed
+from ._edits import replace as replace
+from ._edits import scale as scale
+from ._edits import zero as zero
+from ._errors import DuplicateSiteError as DuplicateSiteError
+from ._errors import HarvestError as HarvestError
+from ._errors import HarvestWarning as HarvestWarning
+from ._errors import PlantError as PlantError
+from ._errors import SelectError as SelectError
+from ._errors import SowError as SowError
+from ._errors import UnknownSiteError as UnknownSiteError
+from ._errors import UnsupportedError as UnsupportedError
+from ._plant import plant as plant
+from ._reap import capture as capture
+from ._reap import reap as reap
+from ._reap import sites as sites
+from ._reap import stacked as stacked
+from ._rule import CondSum as CondSum
+from ._site import Axis as Axis
+from ._site import Site as Site
+from ._site import Sites as Sites
+from ._sow import perturb as perturb
+from ._sow import scope as scope
+from ._sow import sow as sow
+
+__version__ = _version("jax-harvest")
+
+# So that "the user's line", in our messages and in JAX's, is never a line of this package.
+_source_info_util.register_exclusion(__path__[0] + _os.sep)
+
+__all__ = [
+    "Axis",
+    "CondSum",
+    "DuplicateSiteError",
+    "HarvestError",
+    "HarvestWarning",
+    "PlantError",
+    "SelectError",
+    "Site",
+    "Sites",
+    "SowError",
+    "UnknownSiteError",
+    "UnsupportedError",
+    "add",
+    "at",
+    "capture",
+    "chain",
+    "each",
+    "indexed",
+    "perturb",
+    "plant",
+    "reap",
+    "replace",
+    "scale",
+    "scope",
+    "sites",
+    "sow",
+    "stacked",
+    "zero",
+]

@@ -1,0 +1,322 @@
+"""Everything that depends on JAX's version or on a surface JAX does not document.
+
+Each function says what it reads and why we care, so that a release of JAX that moves something
+breaks one function here and nothing else. No other file of the package reads the parameters of
+an equation, a name stack or the kind of a trace.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import hijax
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, get_opaque_trace_state
+
+with jax.ensure_compile_time_eval():
+    # Taken inside the context, so that importing harvest while tracing is harmless.
+    _EVAL_STATE = get_opaque_trace_state(convention="harvest")
+
+
+def tracing() -> bool:
+    """Whether an ambient `jit`, `vmap`, `grad`, ... is tracing the caller.
+
+    `jax.core.trace_state_clean` is private; comparing opaque trace states is its public form.
+    """
+    return get_opaque_trace_state(convention="harvest") != _EVAL_STATE
+
+
+# ------------------------------------------------------------------------------- types
+
+
+def is_hi(value: Any) -> bool:
+    """Whether `value` is of a user-defined `HiType`."""
+    if isinstance(value, bool | int | float | complex | str | None | np.ndarray | jax.Array):
+        return isinstance(value, jax.core.Tracer) and isinstance(jax.typeof(value), hijax.HiType)
+    try:
+        return isinstance(jax.typeof(value), hijax.HiType)
+    except TypeError:
+        return False
+
+
+def is_ref(value: Any) -> bool:
+    """Whether `value` is a mutable `jax.Ref`."""
+    if isinstance(value, np.ndarray | np.generic | bool | int | float | complex | str):
+        return False
+    try:
+        return isinstance(jax.typeof(value), hijax.AbstractRef)
+    except TypeError:
+        return False
+
+
+def zeros(aval: Any) -> jax.Array:
+    """Zeros of the type `aval`: of its sharding and varying mesh axes too, and of key types."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        impl = jax.random.key_impl(jax.ShapeDtypeStruct(aval.shape, aval.dtype))  # pyright: ignore
+        return jax.random.wrap_key_data(_zero_key_data(aval, impl), impl=impl)
+    value = jnp.zeros(aval.shape, aval.dtype)
+    sharding = getattr(aval, "sharding", None)
+    if sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
+        value = jax.sharding.reshard(value, sharding)
+    # The attribute was called `vma` before 0.12.
+    varying = getattr(getattr(aval, "manual_axis_type", None), "varying", ())
+    return lax.pcast(value, tuple(varying), to="varying") if varying else value
+
+
+def _zero_key_data(aval: Any, impl: Any) -> jax.Array:
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+    return jnp.zeros((*aval.shape, *data.shape), data.dtype)
+
+
+# --------------------------------------------------------------------------- equations
+
+
+class UserScope(str):
+    """A component of a name stack that `harvest.scope` made.
+
+    A `str`, so that JAX and profilers print it as any other scope; a type of its own, so that
+    scopes made by anybody else stay out of keys.
+    """
+
+    __slots__ = ()
+
+
+def scope_of(eqn: JaxprEqn) -> tuple[str, ...]:
+    """The user scopes around an equation, relative to the jaxpr that holds it.
+
+    Read from the entries of the stack, never from its text: a user may call a scope `jvp(z)`.
+    """
+    stack = eqn.source_info.name_stack.stack
+    return tuple(str(e.name) for e in stack if isinstance(e.name, UserScope))
+
+
+def source_of(eqn: JaxprEqn) -> str:
+    """Where the user's code made this equation, as `file:line`."""
+    summary = source_info_util.summarize(eqn.source_info)  # `file:line:column (function)`
+    return re.sub(r"^(.*?:\d+)(:\d+)? \(.*\)$", r"\1", summary)
+
+
+def equation_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    """Evaluate in the name stack, mesh, metadata and configuration the equation was traced in.
+
+    What is raised inside gets the user's own traceback as its cause.
+    """
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    context = ExitStack()
+    context.enter_context(
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+    )
+    context.enter_context(eqn.ctx.manager)
+    return context
+
+
+def bind(eqn: JaxprEqn, invals: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation as it stands, as `jax.core.eval_jaxpr` does."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    try:
+        with equation_context(eqn):
+            out = eqn.primitive.bind(*invals, **params)
+    except FloatingPointError as error:  # jax_debug_nans, jax_debug_infs
+        error.add_note(f"harvest: in `{eqn.primitive.name}`, at {source_of(eqn)}")
+        raise
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def hi_prim(eqn: JaxprEqn) -> Any:
+    """The `HiPrim` that an equation applies, or None."""
+    prim = eqn.params.get("_prim")
+    return prim if isinstance(prim, hijax.HiPrim) else None
+
+
+def primitive_name(eqn: JaxprEqn) -> str:
+    """The name of the primitive; for a `HiPrim`, of its class."""
+    prim = hi_prim(eqn)
+    return eqn.primitive.name if prim is None else type(prim).__name__
+
+
+def jaxprs_in(params: Any) -> Iterator[Jaxpr]:
+    """Every jaxpr among parameters, in tuples, mappings, `Traced` objects and `HiPrim`s too."""
+    if isinstance(params, Jaxpr):
+        yield params
+    elif isinstance(params, dict):
+        for value in params.values():
+            yield from jaxprs_in(value)
+    elif isinstance(params, list | tuple):
+        for value in params:
+            yield from jaxprs_in(value)
+    elif isinstance(params, hijax.HiPrim):
+        inner = list(jaxprs_in(params.params))
+        yield from inner or _expansion(params)
+    elif isinstance(getattr(params, "jaxpr", None), Jaxpr):
+        yield params.jaxpr
+
+
+def _expansion(prim: hijax.HiPrim) -> Iterator[Jaxpr]:
+    """What a user's `HiPrim` expands to; nothing if that cannot be traced here."""
+    try:
+        leaves = [_shaped(aval) for aval in prim.in_avals_flat]
+        args = jax.tree.unflatten(prim.in_tree, leaves)
+        yield jax.make_jaxpr(prim.expand)(*args).jaxpr
+    except Exception:
+        return
+
+
+def _shaped(aval: Any) -> Any:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype) if hasattr(aval, "dtype") else aval
+
+
+# -------------------------------------------------------------- parameters of primitives
+
+
+class ScanParams(NamedTuple):
+    jaxpr: Jaxpr  # [*consts, *carry, *xs] -> [*carry, *ys]
+    num_consts: int
+    num_carry: int
+    length: int
+    options: dict[str, Any]  # for `lax.scan`
+
+
+def scan_params(eqn: JaxprEqn) -> ScanParams:
+    """Since 0.12 a scan counts its arguments in `ft_in`, not in `num_consts` and `num_carry`."""
+    params = eqn.params
+    consts, carry, _ = params["ft_in"].unpack()
+    options = {"reverse": params["reverse"], "unroll": params["unroll"]}
+    return ScanParams(params["jaxpr"], len(consts), len(carry), params["length"], options)
+
+
+class JitParams(NamedTuple):
+    jaxpr: Jaxpr
+    name: str
+    options: dict[str, Any]  # for `jax.jit`, but for shardings
+    in_shardings: tuple[Any, ...]  # one for each input, None if not given
+    out_shardings: tuple[Any, ...]
+
+
+def jit_params(eqn: JaxprEqn) -> JitParams:
+    """Shardings that were not given are of a private type, hence the test by name."""
+    params = eqn.params
+
+    def given(shardings: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(None if type(s).__name__ == "UnspecifiedValue" else s for s in shardings)
+
+    options = {"keep_unused": params["keep_unused"], "inline": params["inline"]}
+    return JitParams(
+        params["jaxpr"],
+        params["name"],
+        options,
+        given(params["in_shardings"]),
+        given(params["out_shardings"]),
+    )
+
+
+class RematParams(NamedTuple):
+    jaxpr: Jaxpr
+    policy: Any
+    prevent_cse: bool | tuple[bool, ...]
+    differentiated: bool
+
+
+def remat_params(eqn: JaxprEqn) -> RematParams:
+    """`jax.checkpoint` is a primitive (`remat2`) or, under `jax_remat3`, a `HiPrim`."""
+    prim = hi_prim(eqn)
+    if prim is None:
+        p = eqn.params
+        return RematParams(p["jaxpr"], p["policy"], p["prevent_cse"], p["differentiated"])
+    return RematParams(prim.jaxpr, prim.policy, prim.prevent_cse, False)
+
+
+class CondParams(NamedTuple):
+    branches: tuple[Jaxpr, ...]  # [*operands] -> [*outs]
+    platforms: tuple[tuple[str, ...] | None, ...] | None  # None is the default branch
+
+
+def cond_params(eqn: JaxprEqn) -> CondParams:
+    """A `platform_dependent` is a `cond` whose branches carry the names of their platforms."""
+    return CondParams(eqn.params["branches"], eqn.params.get("branches_platforms"))
+
+
+def called_jaxpr(eqn: JaxprEqn) -> Jaxpr:
+    """The body of `custom_jvp_call`, `custom_vjp_call`, `eval_jaxpr` and `composite`."""
+    return eqn.params["call_jaxpr"]
+
+
+def is_symbolic_zero(value: Any) -> bool:
+    """`SymbolicZero` is public only as a word of the custom-derivative docs."""
+    return type(value).__name__ in ("SymbolicZero", "Zero")
+
+
+Positions = Sequence[tuple[int | None, ...]]  # for each leaf, for each `vmap`, outermost first
+
+
+def moved(aval: Any, positions: tuple[int | None, ...]) -> Any:
+    """The type of a value whose batch axes are moved to the front."""
+    if not hasattr(aval, "shape"):  # a hi type
+        return aval
+    axes = [axis for axis in positions if axis is not None]
+    rest = [size for axis, size in enumerate(aval.shape) if axis not in axes]
+    return jax.ShapeDtypeStruct((*(aval.shape[axis] for axis in axes), *rest), aval.dtype)
+
+
+def axes_to_front(leaves: Sequence[Any], positions: Positions) -> list[Any]:
+    """Move the axes that `vmap` added to the front, the outermost first."""
+    return [_moveaxis(leaf, axes, None) for leaf, axes in zip(leaves, positions, strict=True)]
+
+
+def axes_from_front(leaves: Sequence[Any], positions: Positions) -> list[Any]:
+    """The inverse of `axes_to_front`."""
+    return [_moveaxis(leaf, None, axes) for leaf, axes in zip(leaves, positions, strict=True)]
+
+
+def _moveaxis(leaf: Any, source: Any, destination: Any) -> Any:
+    batch = [axis for axis in source or destination or () if isinstance(axis, int)]
+    if not batch:
+        return leaf
+    front = list(range(len(batch)))
+    return jnp.moveaxis(leaf, batch if source else front, front if source else batch)
+
+
+def stacked(aval: Any, length: int) -> Any:
+    """The type of `length` values of type `aval`, stacked on a new leading axis."""
+    if not hasattr(aval, "shape"):
+        return aval.inc_rank(length, aval.leading_axis_spec())
+    return jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype)
+
+
+def vary_like(value: Any, aval: Any) -> Any:
+    """Inside `shard_map`, let `value` vary over the mesh axes that `aval` varies over."""
+    have = getattr(getattr(jax.typeof(value), "manual_axis_type", None), "varying", ())
+    want = getattr(getattr(aval, "manual_axis_type", None), "varying", ())
+    missing = tuple(axis for axis in want if axis not in have)
+    return lax.pcast(value, missing, to="varying") if missing else value
+
+
+def same_types(a: Any, b: Any) -> bool:
+    """Whether two trees of avals, as `moved` and `stacked` make them, are the same."""
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return False
+    return all(x == y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def dropped(aval: Any, axes: int) -> Any:
+    """The type without its leading axes."""
+    if not hasattr(aval, "shape"):
+        for _ in range(axes):
+            aval = aval.dec_rank(None, aval.leading_axis_spec())
+        return aval
+    return jax.ShapeDtypeStruct(aval.shape[axes:], aval.dtype)
+
+
+def unbatched(aval: Any, positions: tuple[int | None, ...]) -> Any:
+    """The type of one example of a batch."""
+    batch = [axis for axis in positions if axis is not None]
+    return dropped(moved(aval, positions), len(batch)) if hasattr(aval, "shape") else aval
+
+
+def short(aval: Any) -> str:
+    """A type as `f32[12,128]`."""
+    return jax.core.ShapedArray(aval.shape, aval.dtype).str_short(short_dtypes=True)

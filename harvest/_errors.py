@@ -1,0 +1,165 @@
+"""The error family.
+
+Every message says what was got, what was wanted and what to do, and names the user's own line.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class HarvestError(Exception):
+    """Base class of all errors that harvest raises.
+
+    !!! Example
+
+        ```python
+        import harvest
+
+        try:
+            harvest.reap(lambda x: harvest.sow(x, name="h"), "typo")(1.0)
+        except harvest.HarvestError as error:
+            assert "did you mean 'h'" in str(error)
+        ```
+    """
+
+    def __str__(self) -> str:
+        # `KeyError` prints the repr of its argument, which would hide line breaks.
+        return str(self.args[0]) if self.args else ""
+
+
+class SowError(HarvestError, TypeError):
+    """A value or a name that cannot be sown.
+
+    !!! Example
+
+        ```python
+        import harvest
+
+        try:
+            harvest.sow(1.0, name="a/b")
+        except harvest.SowError as error:
+            assert "harvest.scope" in str(error)
+        ```
+    """
+
+
+class SelectError(HarvestError, TypeError):
+    """A `select` (or a key of `plants`) of the wrong type.
+
+    !!! Example
+
+        ```python
+        import harvest
+
+        try:
+            harvest.reap(lambda x: harvest.sow(x, name="h"), select=3)
+        except harvest.SelectError as error:
+            assert "glob" in str(error)
+        ```
+    """
+
+
+class UnknownSiteError(HarvestError, KeyError):
+    """A key or glob that no site of the program matches.
+
+    !!! Example
+
+        ```python
+        import harvest
+
+        try:
+            harvest.plant(lambda x: harvest.sow(x, name="h"), {"g": 0.0})(1.0)
+        except harvest.UnknownSiteError as error:
+            assert "'g'" in str(error)
+        ```
+    """
+
+
+class DuplicateSiteError(HarvestError, ValueError):
+    """In `mode="strict"`, a key that was sown more than once.
+
+    !!! Example
+
+        ```python
+        import harvest
+
+        def f(x):
+            return harvest.sow(harvest.sow(x, name="h") + 1, name="h")
+
+        try:
+            harvest.reap(f)(1.0)
+        except harvest.DuplicateSiteError as error:
+            assert 'mode="append"' in str(error)
+        assert len(harvest.reap(f, mode="append")(1.0)["h"]) == 2
+        ```
+    """
+
+
+class PlantError(HarvestError, ValueError):
+    """A planted value or edit that does not fit its site.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax.numpy as jnp
+
+        try:
+            harvest.plant(lambda x: harvest.sow(x, name="h"), {"h": jnp.zeros(7)})(jnp.ones(3))
+        except harvest.PlantError as error:
+            assert "f32[7]" in str(error) and "f32[3]" in str(error)
+        ```
+    """
+
+
+class UnsupportedError(HarvestError, NotImplementedError):
+    """A wanted site inside a structure that cannot be opened, or a callable that cannot be traced.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax
+
+        def f(x):
+            return jax.lax.while_loop(lambda x: x < 3, lambda x: harvest.sow(x + 1, name="h"), x)
+
+        try:
+            harvest.reap(f)(0.0)
+        except harvest.UnsupportedError as error:
+            assert "`while`" in str(error)
+        ```
+    """
+
+
+class HarvestWarning(UserWarning):
+    """Something that is allowed but surely not meant, such as a plant that feeds nothing.
+
+    !!! Example
+
+        ```python
+        import warnings
+
+        import harvest
+
+        def f(x):
+            harvest.sow(x, name="h")  # bare: the result is not used
+            return x
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            harvest.plant(f, {"h": harvest.zero()})(1.0)
+        assert caught[0].category is harvest.HarvestWarning
+        ```
+    """
+
+
+def nearest(key: str, keys: Iterable[str]) -> str:
+    """A hint for a key that was not found: the likely ones, or else what there is."""
+    keys = sorted(set(keys))
+    if not keys:
+        return "the program sows nothing"
+    if close := difflib.get_close_matches(key, keys, n=3, cutoff=0.5):
+        return "did you mean " + " or ".join(map(repr, close)) + "?"
+    listed = ", ".join(map(repr, keys[:12]))
+    return f"the sites are {listed}" + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")

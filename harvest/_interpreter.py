@@ -1,0 +1,154 @@
+"""The replay: evaluate a jaxpr, reading some of its sites and replacing others."""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from . import _compat
+from ._apply import apply_edit
+from ._edits import Edit, Loop
+from ._markers import Mark, SowEffect, Tag
+from ._rule import Entry, rule_for
+from ._walk import Walk
+
+
+class Action(enum.Enum):
+    """What is done at an entry that is not left alone."""
+
+    READ = "read"
+    PLANT = "plant"
+
+
+Actions = tuple[Action | None, ...]
+
+
+class Result(NamedTuple):
+    outs: list[Any]  # of the jaxpr
+    reads: list[Any]  # for each entry to read, a value of its `type`
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """What is to be done inside one equation: what a rule is given."""
+
+    replay: "Replay"
+    entries: Sequence[Entry]  # of the equation
+    actions: Actions  # one for each entry
+    plants: list[Edit]  # one for each entry to plant
+    loops: tuple[Loop, ...]  # around the equation, outermost first
+    live: tuple[bool, ...]  # which outputs of the equation are needed
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        args: Sequence[Any],
+        *,
+        actions: Actions | None = None,
+        plants: Sequence[Edit] | None = None,
+        loops: tuple[Loop, ...] | None = None,
+        live: Sequence[bool] | None = None,
+    ) -> Result:
+        """Evaluate a jaxpr of this equation, by default with the actions of the equation.
+
+        Which is right if the entries of the equation are those of the jaxpr, one for one.
+        """
+        return self.replay.run(
+            jaxpr,
+            args,
+            self.actions if actions is None else actions,
+            self.plants if plants is None else plants,
+            self.loops if loops is None else loops,
+            (True,) * len(jaxpr.outvars) if live is None else live,
+        )
+
+    def without_effects(self) -> "Inside":
+        """The same, for a second evaluation beside one that has the side effects."""
+        return dataclasses.replace(self, replay=dataclasses.replace(self.replay, effects=False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """One evaluation of a program: what all its levels share."""
+
+    walk: Walk
+    effects: bool = True  # False: leave out whatever is there for its effects only
+    jits: dict[Any, Any] = dataclasses.field(default_factory=dict)  # for the rule of `jit`
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        args: Sequence[Any],
+        actions: Actions,
+        plants: Sequence[Edit],
+        loops: tuple[Loop, ...],
+        live: Sequence[bool],
+    ) -> Result:
+        """Evaluate `jaxpr`, doing `actions[i]` at its i-th entry.
+
+        Outputs that are not `live` come back as None, and what only they need is left out.
+        """
+        env: dict[Var, Any] = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env.get(atom)
+
+        reads: list[Any] = []
+        edits = iter(plants)
+        for step in self._steps(jaxpr, actions, live):
+            invals = [read(v) for v in step.eqn.invars]
+            here = [next(edits) for action in step.actions if action is Action.PLANT]
+            inside = Inside(self, step.entries, step.actions, here, loops, step.live)
+            outs, new = self._evaluate(step.eqn, invals, inside)
+            env.update(zip(step.eqn.outvars, outs, strict=True))
+            reads += new
+        return Result(
+            [read(v) if l else None for v, l in zip(jaxpr.outvars, live, strict=True)], reads
+        )
+
+    def _evaluate(self, eqn: JaxprEqn, invals: list[Any], inside: Inside) -> Result:
+        rule = rule_for(eqn)
+        opened = any(inside.actions)
+        if not self.effects and rule is not None and eqn.effects:
+            opened = True  # to leave out the effects inside
+        if not opened:
+            return Result(_compat.bind(eqn, invals), [])
+        marker = _compat.hi_prim(eqn)
+        with _compat.equation_context(eqn):
+            if isinstance(marker, Mark):
+                return Result([], [_compat.axes_to_front(invals, marker.positions)])
+            if isinstance(marker, Tag):
+                where = inside.entries[0].describe()
+                edited = apply_edit(
+                    inside.plants[0], marker, invals, loops=inside.loops, where=where
+                )
+                return Result(list(marker(*edited)), [])  # still there for an outer `plant`
+            assert rule is not None, "a site that cannot be opened was planned for"
+            return Result(*rule.rebuild(eqn, invals, inside))
+
+    def _steps(self, jaxpr: Jaxpr, actions: Actions, live: Sequence[bool]) -> "list[_Step]":
+        """The equations to evaluate, in order, each with its part of the plan."""
+        spans = self.walk.spans(jaxpr)
+        assert len(actions) == sum(map(len, spans))
+        everything = all(live) and self.effects
+        needed = {v for v, l in zip(jaxpr.outvars, live, strict=True) if l and isinstance(v, Var)}
+        steps = []
+        end = len(actions)
+        for eqn, span in zip(reversed(jaxpr.eqns), reversed(spans), strict=True):
+            here = actions[end - len(span) : end]
+            end -= len(span)
+            used = tuple(everything or v in needed for v in eqn.outvars)
+            if everything or any(used) or any(here) or (self.effects and eqn.effects):
+                needed.update(v for v in eqn.invars if isinstance(v, Var))
+                steps.append(_Step(eqn, span, here, used))
+        return steps[::-1]
+
+
+class _Step(NamedTuple):
+    eqn: JaxprEqn
+    entries: Sequence[Entry]
+    actions: Actions
+    live: tuple[bool, ...]

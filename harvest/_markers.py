@@ -1,0 +1,187 @@
+"""The hi primitives that `sow` and `perturb` bind.
+
+`sow` binds two identities. `Tag` is pure and carries the data dependency: it is what `plant`
+replaces. `Mark` is effectful and has no result: it is what `reap` reads. One primitive cannot do
+both: with an effect and a result it would be saved as a residual by `jax.checkpoint`, and
+without an effect it would be lost wherever its result is not used. Hi primitives vanish when a
+program is lowered, so neither leaves a trace in a compiled program.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+from jax.experimental.hijax import GradAccum, HiPrim, Zero, instantiate_zeros
+
+from ._structure import Structure
+
+
+class SowEffect(jax.debug.DebugEffect):
+    """The effect that keeps a `Mark` alive.
+
+    JAX's allow-lists of effects (lowering, control flow, remat, custom derivatives, partial
+    evaluation) test with `isinstance`, so a subclass of the public `DebugEffect` is on all of
+    them. A plain `Effect` is refused by scan and dropped when a scan is linearized.
+    """
+
+    def __str__(self) -> str:
+        return "Sow"
+
+
+SOW = SowEffect()
+
+
+@dataclasses.dataclass(frozen=True)
+class Label:
+    """What a marker says about the value it marks."""
+
+    name: str
+    kind: Literal["sow", "cotangent"]
+    structure: Structure
+    spec: Any = None
+    log: bool = False
+
+
+# For each leaf, the axis that each `vmap` added (None if that one left it unbatched).
+Positions = tuple[tuple[int | None, ...], ...]
+
+
+class Marker(HiPrim):
+    """An identity over the dynamic leaves of one sown value.
+
+    `positions` has the axes that `vmap` added, outermost first. They are moved to the front when
+    the value is collected, never in the program: a transpose for every marker would change what
+    is compiled.
+    """
+
+    label: Label
+    positions: Positions
+
+    def __init__(self, avals: Sequence[Any], label: Label, positions: Positions):
+        self.in_avals = tuple(avals)
+        self.out_aval = self.outs(self.in_avals)
+        self.params = {"label": label, "positions": positions}
+        super().__init__()
+
+    @staticmethod
+    def outs(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of one item for each input, those that are outputs too."""
+        raise NotImplementedError
+
+    def pp_params(self) -> dict[str, Any]:
+        return {"name": self.label.name}
+
+    def expand(self, *leaves):
+        return self.outs(leaves)
+
+    def jvp(self, primals, tangents):
+        return self(*primals), self.outs(tuple(tangents))
+
+    def lin(self, nzs_in, *primals):
+        return self(*primals), (), self.outs(tuple(nzs_in))
+
+    def linearized(self, residuals, *tangents):
+        return self.outs(tangents)
+
+    def vjp_fwd(self, nzs_in, *primals):
+        return self(*primals), None, self.outs(tuple(nzs_in))
+
+    def batch(self, axis_data, args, dims):
+        def shifted(axes: tuple[int | None, ...], new: Any) -> tuple[int | None, ...]:
+            if not isinstance(new, int):  # unbatched, or the `MappingSpec` of a hi type
+                return (None, *axes)
+            return (new, *(a if a is None or a < new else a + 1 for a in axes))
+
+        positions = tuple(map(shifted, self.positions, dims))
+        avals = [jax.typeof(x) for x in args]
+        return type(self)(avals, self.label, positions)(*args), self.outs(tuple(dims))
+
+
+class Tag(Marker):
+    """Pure, with a result: what `plant` replaces."""
+
+    @staticmethod
+    def outs(values):
+        return values
+
+    def vjp_bwd_retval(self, res, outgrad):
+        return tuple(outgrad)
+
+    def transpose(self, out_ct, *maybe_accums):
+        _accumulate(out_ct, maybe_accums)
+
+
+class Mark(Marker):
+    """Effectful, without a result: what `reap` reads."""
+
+    effects = frozenset({SOW})
+
+    @staticmethod
+    def outs(values):
+        return ()
+
+    def vjp_bwd_retval(self, res, outgrad):
+        return tuple(Zero(aval.to_ct_aval()) for aval in self.in_avals)
+
+    def transpose(self, out_ct, *maybe_accums):
+        return None
+
+    def remat(self, trace, *leaves):
+        # The recomputation must not sow again.
+        return self(*leaves), (), lambda _, *leaves: ()
+
+
+class Perturb(Marker):
+    """The identity, with a `PerturbTangent` on its tangents."""
+
+    @staticmethod
+    def outs(values):
+        return values
+
+    def jvp(self, primals, tangents):
+        return self(*primals), self.linearized((), *tangents)
+
+    def linearized(self, residuals, *tangents):
+        nonzero = [not isinstance(t, Zero) for t in tangents]
+        if not any(nonzero):
+            return tangents
+        filled = [instantiate_zeros(t) for t in tangents]
+        prim = PerturbTangent([jax.typeof(t) for t in filled], self.label, self.positions)
+        outs = prim(*filled)
+        return tuple(o if nz else t for o, nz, t in zip(outs, nonzero, tangents, strict=True))
+
+    def vjp_bwd(self, res, outgrad, *arg_accums):
+        return self.sow_cotangent(outgrad, arg_accums)
+
+    def sow_cotangent(self, cts: Sequence[Any], accums: Sequence[Any]) -> dict[str, Any] | None:
+        """Sow the cotangents, and give the sown ones to the inputs."""
+        cts = mark([instantiate_zeros(ct) for ct in cts], self.label, self.positions)
+        _accumulate(cts, accums)
+        if not self.label.log:
+            return None
+        return {self.label.name: self.label.structure.unflatten(cts)}
+
+
+class PerturbTangent(Perturb):
+    """The linear identity whose transpose sows the cotangent.
+
+    Its tangents pass through another one, so that cotangents of second order are sown too.
+    """
+
+    def transpose(self, out_ct, *maybe_accums):
+        return self.sow_cotangent(out_ct, maybe_accums)
+
+
+def mark(leaves: Sequence[Any], label: Label, positions: Positions) -> Sequence[Any]:
+    """Bind both markers around the leaves of one value."""
+    avals = [jax.typeof(x) for x in leaves]
+    tagged = Tag(avals, label, positions)(*leaves)
+    Mark(avals, label, positions)(*tagged)
+    return tagged
+
+
+def _accumulate(cts: Sequence[Any], accums: Sequence[Any]) -> None:
+    for ct, accum in zip(cts, accums, strict=True):
+        if isinstance(accum, GradAccum):
+            accum.accum(ct)

@@ -1,0 +1,277 @@
+"""Which sites are read and which are replaced: decided and checked before anything runs."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from . import _compat
+from ._apply import fit
+from ._edits import Branches, Chain, Edit, Each, Replace, as_edit
+from ._errors import DuplicateSiteError, PlantError, SelectError, UnsupportedError
+from ._interpreter import Action, Actions
+from ._rule import CondSum, Entry
+from ._select import check_found, matches
+from ._site import Site, Sites, site_of
+
+Mode = Literal["strict", "append"]
+
+
+def check_mode(mode: str) -> None:
+    if mode not in ("strict", "append"):
+        raise SelectError(f"`mode` got {mode!r}; wanted 'strict' or 'append'")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is done at each entry of a program, and what to say about it."""
+
+    actions: Actions
+    edits: tuple[Edit, ...] = ()  # for each entry to plant
+    reads: tuple[Entry, ...] = ()  # each entry to read
+    warnings: tuple[str, ...] = ()
+
+
+def numbered(entries: Sequence[Entry], readable: bool) -> Iterator[tuple[int, Entry, Site]]:
+    """The entries that can be read (or planted): position, entry and site, in call order."""
+    seen: collections.Counter[str] = collections.Counter()
+    for position, entry in enumerate(entries):
+        if entry.readable == readable:
+            yield position, entry, site_of(entry, seen[entry.key])
+            seen[entry.key] += 1
+
+
+def sites_of(entries: Sequence[Entry]) -> Sites:
+    """The table of what can be collected."""
+    return Sites([site for _, _, site in numbered(entries, readable=True)])
+
+
+def plan_reads(entries: Sequence[Entry], select: Any, mode: Mode, what: str) -> Plan:
+    """Read the selected sites."""
+    actions: list[Action | None] = [None] * len(entries)
+    reads = []
+    rows = list(numbered(entries, readable=True))
+    keys = frozenset(site.key for _, _, site in rows)
+    check_found(select, keys, what)
+    for position, entry, site in rows:
+        if matches(select, site, keys):
+            _check_open(entry, what)
+            actions[position] = Action.READ
+            reads.append(entry)
+    if mode == "strict":
+        _check_unique(reads, what)
+    return Plan(tuple(actions), reads=tuple(reads))
+
+
+def plan_plants(entries: Sequence[Entry], plants: Sequence[tuple[Any, Any]], mode: Mode) -> Plan:
+    """Plant `(select, value or edit)` pairs."""
+    sown = list(numbered(entries, readable=True))
+    rows = list(numbered(entries, readable=False))
+    keys = frozenset(site.key for _, _, site in rows)
+    chosen: dict[int, tuple[Any, Edit | None]] = {}
+    for select, plant in plants:
+        check_found(select, keys, "plants")
+        if not _is_edit(plant) and not (isinstance(select, str) and select in keys):
+            raise PlantError(
+                f"`plants` got a value for {select!r}; wanted an edit or a callable, since only "
+                "a key stands for a single site"
+            )
+        mine = [row for row in rows if matches(select, row[2], keys)]
+        for (position, entry, _), edit in zip(mine, _edits(plant, mine, sown, mode), strict=True):
+            _check_open(entry, "plant")
+            if position in chosen:
+                raise PlantError(
+                    f"`plants`: both {chosen[position][0]!r} and {select!r} reach "
+                    f"{entry.describe()}; put them into one edit with `harvest.chain`"
+                )
+            chosen[position] = (select, edit)
+    planted = [(p, edit) for p, (_, edit) in sorted(chosen.items()) if edit is not None]
+    actions: list[Action | None] = [None] * len(entries)
+    for position, _ in planted:
+        actions[position] = Action.PLANT
+    return Plan(
+        tuple(actions),
+        edits=tuple(edit for _, edit in planted),
+        warnings=tuple(_fruitless([entries[p] for p, _ in planted])),
+    )
+
+
+def _is_edit(plant: Any) -> bool:
+    return isinstance(plant, Edit) or callable(plant)
+
+
+def _edits(plant: Any, rows: Sequence, sown: Sequence, mode: Mode) -> list[Edit | None]:
+    """The edit for each of the sites that one item of `plants` reaches."""
+    if _is_edit(plant):
+        if mode == "strict" and rows:
+            _check_unique(_marks(rows, sown), "plant")
+        edit = as_edit(plant)
+        return [_prepared(edit, entry) for _, entry, _ in rows]
+    if mode == "strict":
+        _check_unique(_marks(rows, sown), "plant")
+        # Rematerialisation evaluates a site again: it is replaced by the same value.
+        return [_prepared(Replace(plant), entry, mode) for _, entry, _ in rows]
+    return _appended(plant, rows, sown)
+
+
+def _marks(rows: Sequence, sown: Sequence) -> list[Entry]:
+    """The sown occurrences of the keys of `rows`.
+
+    If an inner `reap` has consumed them, the tags stand for themselves.
+    """
+    keys = {site.key for _, _, site in rows}
+    marks = [entry for _, entry, site in sown if site.key in keys]
+    return marks or [entry for _, entry, _ in rows]
+
+
+def _appended(plant: Any, rows: Sequence, sown: Sequence) -> list[Edit | None]:
+    """One item of a tuple for each occurrence; None leaves an occurrence alone."""
+    _, first, site = rows[0]
+    occurrences = _marks(rows, sown)
+    if not isinstance(plant, tuple | list) or len(plant) != len(occurrences):
+        got = f"{len(plant)} items" if isinstance(plant, tuple | list) else f"{type(plant)}"
+        raise PlantError(
+            f'`plant(..., mode="append")` got {got} for {first.describe()}, which occurs '
+            f"{len(occurrences)} times; wanted a tuple of that many, with None where an "
+            "occurrence is to be left alone"
+        )
+    if len(rows) != len(occurrences):
+        raise PlantError(
+            f"{site.key!r} is sown {len(occurrences)} times, but evaluated {len(rows)} times "
+            "(`jax.checkpoint` repeats it in the backward pass), so that the items of a tuple "
+            "cannot be told apart; plant before differentiating: `jax.grad(plant(f, ...))`"
+        )
+    return [
+        None if item is None else _prepared(as_edit(item), entry, "append")
+        for item, (_, entry, _) in zip(plant, rows, strict=True)
+    ]
+
+
+def _check_open(entry: Entry, what: str) -> None:
+    if entry.blocked is None:
+        return
+    hint = {
+        "while": "a loop of dynamic length has no stack of values; use `lax.scan` or a "
+        "`fori_loop` with static bounds",
+    }.get(entry.blocked, "sow its inputs or outputs instead, or leave the site out by `select`")
+    raise UnsupportedError(
+        f"`{what}`: {entry.describe()} is inside `{entry.blocked}`, which cannot be opened: {hint}"
+    )
+
+
+def _check_unique(entries: Sequence[Entry], what: str) -> None:
+    by_key: dict[str, list[str]] = {}
+    for entry in entries:
+        by_key.setdefault(entry.key, []).append(entry.source)
+    for key, sources in by_key.items():
+        if len(sources) > 1:
+            lines = "".join(f"\n    {source}" for source in sources[:10])
+            more = f"\n    and {len(sources) - 10} more" if len(sources) > 10 else ""
+            raise DuplicateSiteError(
+                f"`{what}`: {key!r} is sown {len(sources)} times:{lines}{more}\n"
+                "tell them apart with `harvest.scope`, or treat them in call order with "
+                'mode="append"'
+            )
+
+
+def _fruitless(entries: Sequence[Entry]) -> Iterator[str]:
+    """Warnings about keys whose planted values nothing uses."""
+    by_key: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_key.setdefault(entry.key, []).append(entry)
+    for key, group in by_key.items():
+        if not any(entry.feeds for entry in group):
+            name = group[0].marker.label.name
+            yield (
+                f"planting {key!r} changes nothing: the result of the `sow` at "
+                f"{group[0].source} is not used; write `h = sow(h, name={name!r})`"
+            )
+
+
+# ----------------------------------------------------------------- edits made fit for a site
+
+
+def _prepared(edit: Edit, entry: Entry, mode: Mode = "strict") -> Edit:
+    """The edit as it is applied in every iteration, checked against the site."""
+    if isinstance(edit, Replace):
+        _check_not_occurrences(edit.value, entry, mode)
+        return _replacing(edit.value, entry, ())
+    edit = _nested(edit, entry)
+    for inner, loops in entry.innermost():
+        try:
+            edit.check(loops)
+        except PlantError as error:
+            raise PlantError(f"{error}, for {inner.describe()}") from None
+    return edit
+
+
+def _check_not_occurrences(value: Any, entry: Entry, mode: Mode) -> None:
+    node = entry.marker.label.structure.treedef.node_data()
+    is_tuple = node is not None and issubclass(node[0], tuple)
+    if mode == "strict" and isinstance(value, tuple) and not is_tuple:
+        raise PlantError(
+            f"got a tuple for {entry.describe()}, as `capture` returns them: to plant the "
+            'occurrences of a key in call order, pass mode="append"'
+        )
+
+
+def _replacing(value: Any, entry: Entry, outer: tuple[int, ...]) -> Edit:
+    """An edit that replaces by a value of the form in which the site is read."""
+    if not entry.summed:
+        wanted = entry.type
+        for length in reversed(outer):
+            wanted = [_compat.stacked(aval, length) for aval in wanted]
+        fit(value, entry.marker.label.structure, wanted, entry.describe())
+        return Each(Replace(value)) if outer or entry.loops else Replace(value)
+    assert entry.branches is not None
+    outer = (*outer, *entry.loops)
+    parts = value.branches if isinstance(value, CondSum) else None
+    if parts is not None and len(parts) != len(entry.branches):
+        raise PlantError(
+            f"got a `CondSum` of {len(parts)} branches, wanted {len(entry.branches)}, for "
+            f"{entry.describe()}"
+        )
+    edits = []
+    for number, branch in enumerate(entry.branches):
+        part = value if parts is None else parts[number]
+        if branch is None or part is None:
+            if branch is None and parts is not None and part is not None:
+                raise PlantError(
+                    f"got a value for branch {number} of {entry.describe()}, which has no such "
+                    "site; wanted None there"
+                )
+            edits.append(Chain(()))
+        else:
+            edits.append(_replacing(part, branch, outer))
+    return Branches(tuple(edits))
+
+
+def _nested(edit: Edit, entry: Entry) -> Edit:
+    """Inside other edits a value may be that of one iteration, or stacked over all."""
+    if isinstance(edit, Each):
+        return edit
+    if not isinstance(edit, Replace):
+        fields = {f.name: getattr(edit, f.name) for f in dataclasses.fields(edit)}
+        return type(edit)(**{name: _nested_field(v, entry) for name, v in fields.items()})
+    if not any(loops for _, loops in entry.innermost()):
+        return edit
+    for inner, loops in entry.innermost():
+        once = [_compat.dropped(aval, len(inner.loops)) for aval in inner.type]
+        stacked = once
+        for length in reversed(loops):
+            stacked = [_compat.stacked(aval, length) for aval in stacked]
+        structure, where = inner.marker.label.structure, inner.describe()
+        try:
+            fit(edit.value, structure, stacked, where)
+        except PlantError:
+            fit(edit.value, structure, once, where + ", in one iteration")
+            return edit
+    return Each(edit)
+
+
+def _nested_field(value: Any, entry: Entry) -> Any:
+    if isinstance(value, Edit):
+        return _nested(value, entry)
+    if isinstance(value, tuple) and value and all(isinstance(v, Edit) for v in value):
+        return tuple(_nested(v, entry) for v in value)
+    return value

@@ -1,0 +1,97 @@
+"""Replacing and editing: `plant`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ._errors import PlantError
+from ._interpreter import Replay
+from ._plan import Mode, check_mode, plan_plants
+from ._select import check_select
+from ._stage import Transformed
+from ._edits import Edit, as_edit
+
+
+def plant(
+    fn: Callable[..., Any], plants: Mapping[Any, Any], *, mode: Mode = "strict"
+) -> Callable[..., Any]:
+    """As `fn`, but with sown values replaced or edited.
+
+    As `plant` of Oryx, or `run_with_hooks` of TransformerLens. New values never retrace.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax.numpy as jnp
+
+        def f(x):
+            h = harvest.sow(jnp.sin(x), name="h")
+            return 2 * h
+
+        assert harvest.plant(f, {"h": jnp.float32(3)})(0.5) == 6
+        assert harvest.plant(f, {"h": lambda h: h + 1})(0.0) == 2
+        assert harvest.plant(f, harvest.reap(f)(0.5))(0.5) == f(0.5)
+        ```
+
+    **Arguments:**
+
+    - `fn`: as for [`harvest.reap`][].
+    - `plants`: a mapping from keys to values or edits; for edits the key may be anything that
+        `select` of [`harvest.reap`][] may be. A value has the form in which `reap` returns it
+        (stacked over loops; a `CondSum`, or a value for all branches). An edit is a callable
+        `value -> value`, such as an Equinox module, or one of [`harvest.replace`][],
+        [`harvest.add`][], [`harvest.scale`][], [`harvest.zero`][], [`harvest.at`][],
+        [`harvest.indexed`][], [`harvest.each`][], [`harvest.chain`][]; it sees the value of one
+        iteration, for one example of a batch, and must keep its type.
+    - `mode`: in `"strict"`, each key stands for one site. In `"append"`, values are tuples with one
+        item for each occurrence, in call order, where `None` leaves an occurrence alone, and an
+        edit applies to all occurrences.
+
+    **Returns:**
+
+    A function of the arguments of `fn` that returns its result. What it sows can still be
+    collected: `reap(plant(f, {"h": v}))(x)["h"]` is `v`. Nested plants compose, inner first. A
+    planted value is a constant to autodiff; an edit differentiates as written.
+
+    **Raises:**
+
+    - [`harvest.UnknownSiteError`][]: a key matches no site.
+    - [`harvest.PlantError`][]: a value or an edit is of another tree, shape or dtype than the site.
+    - [`harvest.DuplicateSiteError`][]: in strict mode, a key is sown more than once.
+    - [`harvest.UnsupportedError`][]: a site is in a structure that cannot be opened.
+
+    A [`harvest.HarvestWarning`][] says so if a site feeds nothing (`sow(h, ...)` whose result is
+    not used).
+    """
+    return Plant(fn, plants, mode)
+
+
+class Plant(Transformed):
+    _dynamic = ("fn", "values")
+    _static = ("keys", "mode")
+
+    def __init__(self, fn: Callable[..., Any], plants: Mapping[Any, Any], mode: Mode):
+        super().__init__(fn, "plant")
+        check_mode(mode)
+        if not isinstance(plants, Mapping):
+            raise PlantError(
+                f"`plants` got {plants!r} of type `{type(plants).__name__}`; wanted a mapping from "
+                "keys to values or edits, as `reap` returns it"
+            )
+        self.keys = tuple(check_select(key, "plants") for key in plants)
+        self.values = tuple(plants.values())
+        self.mode: Mode = mode
+
+    def _inline(self, args, kwargs, trace):
+        program = trace("plant", self.fn, args, kwargs)
+        pairs = list(zip(self.keys, self.values, strict=True))
+        plan = plan_plants(program.walk.entries(program.jaxpr), pairs, self.mode)
+        outs, _ = Replay(program.walk).run(
+            program.jaxpr,
+            program.leaves,
+            plan.actions,
+            plan.edits,
+            (),
+            (True,) * len(program.jaxpr.outvars),
+        )
+        return program.result(outs), plan.warnings

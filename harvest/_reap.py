@@ -1,0 +1,300 @@
+"""Collecting: `reap`, `capture`, `sites`, and `stacked` to read what was collected."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import jax
+
+from . import _compat
+from ._errors import SelectError, UnknownSiteError, nearest
+from ._interpreter import Replay
+from ._plan import Mode, Plan, check_mode, plan_reads, sites_of
+from ._rule import CondSum, Entry
+from ._select import check_select, glob, is_static, matches
+from ._site import Sites
+from ._stage import Program, Transformed, trace_afresh, trace_cached
+from ._structure import Structure, is_traced
+
+
+def reap(
+    fn: Callable[..., Any], select: Any = None, *, mode: Mode = "strict"
+) -> Callable[..., Any]:
+    """As `fn`, but returns what it sows.
+
+    Only what the asked-for values need is computed (side effects of `fn`, and what feeds them,
+    are kept). As `reap` of Oryx, or `run_with_cache` of TransformerLens without the logits;
+    `reap(fn, "resid_post")` is also its `stop_at_layer`: what comes later is not computed.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax
+        import jax.numpy as jnp
+
+        def model(x):
+            layer = lambda x, w: (harvest.sow(jnp.tanh(w * x), name="h"), None)
+            return jax.lax.scan(layer, x, jnp.arange(4.0))[0]
+
+        acts = harvest.reap(model)(jnp.ones(3))
+        assert acts["h"].shape == (4, 3)  # stacked over the layers
+        ```
+
+    **Arguments:**
+
+    - `fn`: any callable: a function, a partial, a bound method, an Equinox module.
+    - `select`: which sites: `None` (all), a key or a glob (`*` and `?` stop at `/`, `**` crosses
+        it), a predicate that takes a [`harvest.Site`][], or a sequence of these.
+    - `mode`: in `"strict"`, each key stands for one site. In `"append"`, values are tuples of all
+        occurrences in call order.
+
+    **Returns:**
+
+    A function of the arguments of `fn` that returns a dict `{key: value}`. Values have the axes of
+    the loops around the site, outermost first, then those that `vmap` added, then their own. A
+    `vmap` *around* `reap` adds its axis in front of all, as `vmap` always does; it also keeps apart
+    the branches of a `cond` with a batched predicate, which a `vmap` inside turns into a `select`:
+    both of its branches look as if they ran.
+
+    **Raises:**
+
+    - [`harvest.DuplicateSiteError`][]: in strict mode, a selected key is sown more than once.
+    - [`harvest.UnknownSiteError`][]: a key or glob in `select` matches nothing.
+    - [`harvest.UnsupportedError`][]: a selected site is in a structure that cannot be opened.
+    - [`harvest.SelectError`][]: `select` or `mode` is of the wrong type.
+    """
+    return Reap(fn, select, mode)
+
+
+def capture(
+    fn: Callable[..., Any], select: Any = None, *, mode: Mode = "append"
+) -> Callable[..., Any]:
+    """As `fn`, but returns what it sows beside its result.
+
+    As `call_and_reap` of Oryx, `capture_intermediates` of Flax, or `run_with_cache` of
+    TransformerLens. Custom derivative rules still apply to the result.
+
+    !!! Example
+
+        ```python
+        import harvest
+
+        def f(x):
+            x = harvest.sow(x + 1, name="h")
+            return harvest.sow(2 * x, name="h")
+
+        out, collected = harvest.capture(f)(1.0)
+        assert out == 4 and collected["h"] == (2, 4)
+        ```
+
+    **Arguments:**
+
+    - `fn`, `select`: as for [`harvest.reap`][].
+    - `mode`: in `"append"` (the default here), values are tuples of all occurrences in call order;
+        in `"strict"` each key stands for one site.
+
+    **Returns:**
+
+    A function of the arguments of `fn` that returns `(out, {key: (value, ...)})`.
+
+    **Raises:**
+
+    As [`harvest.reap`][].
+    """
+    return Capture(fn, select, mode)
+
+
+def sites(fn: Callable[..., Any]) -> Callable[..., Sites]:
+    """As `fn`, but returns a table of what it would sow, without running anything.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax
+        import jax.numpy as jnp
+
+        def model(x):
+            layer = lambda x, _: (harvest.sow(jnp.tanh(x), name="h"), None)
+            return jax.lax.scan(layer, x, length=4)[0]
+
+        print(harvest.sites(model)(jnp.ones(3)))
+        ```
+
+    **Arguments:**
+
+    - `fn`: as for [`harvest.reap`][].
+
+    **Returns:**
+
+    A function of the arguments of `fn` (arrays, or `jax.ShapeDtypeStruct`s in their places) that
+    returns [`harvest.Sites`][].
+    """
+    return SitesOf(fn)
+
+
+class _Reading(Transformed):
+    """What `reap` and `capture` have in common."""
+
+    _static = ("select", "mode")
+    _what: str
+
+    def __init__(self, fn: Callable[..., Any], select: Any, mode: Mode):
+        super().__init__(fn, self._what)
+        check_mode(mode)
+        self.select = check_select(select)
+        self.mode: Mode = mode
+
+    def _resolved(self, args, kwargs):
+        if is_static(self.select):
+            return self
+        program = trace_cached(self._what, self.fn, args, kwargs)
+        table = sites_of(program.walk.entries(program.jaxpr))
+        keys = frozenset(site.key for site in table)
+        chosen = frozenset(
+            (site.key, site.occurrence) for site in table if matches(self.select, site, keys)
+        )
+        return type(self)(self.fn, Chosen(chosen), self.mode)
+
+    def _read(
+        self, args, kwargs, trace, live: bool
+    ) -> tuple[Program, list[Any], list[tuple[str, Any]]]:
+        program = trace(self._what, self.fn, args, kwargs)
+        plan = plan_reads(program.walk.entries(program.jaxpr), self.select, self.mode, self._what)
+        outs, reads = Replay(program.walk).run(
+            program.jaxpr,
+            program.leaves,
+            plan.actions,
+            (),
+            (),
+            (live,) * len(program.jaxpr.outvars),
+        )
+        return program, outs, _collected(plan, reads, self.mode)
+
+
+class Chosen(frozenset):
+    """A resolved choice of sites: pairs of key and occurrence. A predicate."""
+
+    def __call__(self, site) -> bool:
+        return (site.key, site.occurrence) in self
+
+
+class Reap(_Reading):
+    _what = "reap"
+
+    def _finish(self, value):
+        return dict(value)
+
+    def _inline(self, args, kwargs, trace):
+        _, _, collected = self._read(args, kwargs, trace, live=False)
+        return collected, ()
+
+
+class Capture(_Reading):
+    _what = "capture"
+
+    def _finish(self, value):
+        out, collected = value
+        return out, dict(collected)
+
+    def _inline(self, args, kwargs, trace):
+        program, outs, collected = self._read(args, kwargs, trace, live=True)
+        return (program.result(outs), collected), ()
+
+
+class SitesOf(Transformed):
+    def __init__(self, fn: Callable[..., Any]):
+        super().__init__(fn, "sites")
+
+    def __call__(self, *args, **kwargs):
+        trace = trace_afresh if _compat.tracing() else trace_cached
+        program = trace("sites", self.fn, args, kwargs, is_dynamic=_is_typed)
+        return sites_of(program.walk.entries(program.jaxpr))
+
+
+def _is_typed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) or is_traced(leaf)
+
+
+def _collected(plan: Plan, reads: Sequence[Any], mode: Mode) -> list[tuple[str, Any]]:
+    """Pairs of key and value, in call order."""
+    collected: dict[str, list[Any]] = {}
+    for entry, read in zip(plan.reads, reads, strict=True):
+        collected.setdefault(entry.key, []).append(_assembled(entry, read))
+    if mode == "strict":
+        return [(key, value) for key, (value,) in collected.items()]
+    return [(key, tuple(values)) for key, values in collected.items()]
+
+
+def _assembled(entry: Entry, read: Any) -> Any:
+    """The value of a site, from the leaves that were read."""
+    if not entry.summed:
+        return _innermost(entry).unflatten(read)
+    assert entry.branches is not None
+    branches = tuple(
+        None if branch is None else _assembled(branch, part)
+        for branch, part in zip(entry.branches, read.branches, strict=True)
+    )
+    return CondSum(read.index, branches)
+
+
+def _innermost(entry: Entry) -> Structure:
+    return entry.marker.label.structure
+
+
+def stacked(acts: Mapping[str, Any], pattern: str) -> Any:
+    """The values of all keys that match, stacked on a new leading axis.
+
+    So that unrolled layers read like scanned ones.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax.numpy as jnp
+
+        def f(x):
+            for i in range(12):
+                with harvest.scope(f"layers/{i}"):
+                    x = harvest.sow(x + 1, name="h")
+            return x
+
+        acts = harvest.reap(f)(jnp.zeros(3))
+        assert (harvest.stacked(acts, "layers/*/h")[:, 0] == jnp.arange(1, 13)).all()
+        ```
+
+    **Arguments:**
+
+    - `acts`: what [`harvest.reap`][] returned, or any mapping with keys as it makes them.
+    - `pattern`: a glob. Matching keys are stacked in natural order: `layers/2` before `layers/10`.
+
+    **Returns:**
+
+    A pytree like the values, each leaf with a new leading axis as long as there are keys.
+
+    **Raises:**
+
+    - [`harvest.UnknownSiteError`][]: no key matches.
+    - [`harvest.SelectError`][]: the values are not of one structure and shape.
+    """
+    matching = sorted(filter(glob(pattern), acts), key=_natural)
+    if not matching:
+        raise UnknownSiteError(f"`stacked`: {pattern!r} matches no key; {nearest(pattern, acts)}")
+    first = acts[matching[0]]
+    for key in matching[1:]:
+        if _types(acts[key]) != _types(first):
+            raise SelectError(
+                f"`stacked`: cannot stack {key!r}, which is {_types(acts[key])}, on "
+                f"{matching[0]!r}, which is {_types(first)}"
+            )
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(acts[key] for key in matching))
+
+
+def _natural(key: str) -> list[Any]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", key)]
+
+
+def _types(value: Any) -> Any:
+    return jax.tree.map(lambda leaf: str(jax.typeof(leaf)), value)

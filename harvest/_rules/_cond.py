@@ -1,0 +1,124 @@
+"""`lax.cond`, `lax.switch` and `lax.platform_dependent`."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import _compat
+from .._edits import in_branch
+from .._interpreter import Action
+from .._rule import CondSum, Entry, register_rule
+
+
+@register_rule("cond")
+class Cond:
+    """The i-th sites of one key in the branches are one site."""
+
+    def entries(self, eqn, walk):
+        branches = [walk.entries(b) for b in _compat.cond_params(eqn).branches]
+        return [
+            _united([None if i is None else b[i] for b, i in zip(branches, row, strict=True)])
+            for row in _rows(branches)
+        ]
+
+    def rebuild(self, eqn, invals, inside):
+        params = _compat.cond_params(eqn)
+        index, *operands = invals
+        rows = _rows([inside.replay.walk.entries(b) for b in params.branches])
+
+        def branch(number, jaxpr):
+            return lambda *operands: _run_branch(number, jaxpr, operands, rows, inside)
+
+        branches = [branch(number, jaxpr) for number, jaxpr in enumerate(params.branches)]
+        outs, reads = _select(index, branches, operands, params.platforms)
+        return outs, [
+            CondSum(index, tuple(value)) if entry.summed else value
+            for entry, value in zip(_read(inside), reads, strict=True)
+        ]
+
+
+def _rows(branches: Sequence[Sequence[Entry]]) -> list[list[int | None]]:
+    """A row for each site of the `cond`, in call order: its position in each of the branches."""
+    rows: dict[tuple, list[int | None]] = {}
+    for number, entries in enumerate(branches):
+        seen: dict[tuple, int] = {}
+        for position, entry in enumerate(entries):
+            key = (entry.readable, entry.key)
+            seen[key] = seen.get(key, 0) + 1
+            row = rows.setdefault((*key, seen[key]), [None] * len(branches))
+            row[number] = position
+    return list(rows.values())
+
+
+def _united(row: Sequence[Entry | None]) -> Entry:
+    present = [entry for entry in row if entry is not None]
+    first = present[0]
+    same = len(present) == len(row) and all(_same_type(first, entry) for entry in present)
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    return dataclasses.replace(
+        first,
+        type=first.type if same else CondSum(index, tuple(entry and entry.type for entry in row)),
+        loops=first.loops if same else (),
+        branches=tuple(row),
+        summed=not same,
+        blocked=next((entry.blocked for entry in present if entry.blocked), None),
+        feeds=any(entry.feeds for entry in present),
+    )
+
+
+def _same_type(a: Entry, b: Entry) -> bool:
+    same_structure = a.marker.label.structure == b.marker.label.structure
+    return same_structure and a.loops == b.loops and _compat.same_types(a.type, b.type)
+
+
+def _read(inside) -> list[Entry]:
+    return [e for e, a in zip(inside.entries, inside.actions, strict=True) if a is Action.READ]
+
+
+def _run_branch(number, jaxpr, operands, rows, inside):
+    """Evaluate one branch with its part of the plan; what it reads, in the order of the rows."""
+    edits = iter(inside.plants)
+    actions, plants = {}, {}
+    for row, action in zip(rows, inside.actions, strict=True):
+        edit = next(edits) if action is Action.PLANT else None
+        if (position := row[number]) is not None:
+            actions[position], plants[position] = action, edit
+    positions = range(len(actions))
+    outs, reads = inside.run(
+        jaxpr,
+        operands,
+        actions=tuple(actions[p] for p in positions),
+        plants=[in_branch(plants[p], number) for p in positions if plants[p] is not None],
+    )
+    reads = dict(zip((p for p in positions if actions[p] is Action.READ), reads, strict=True))
+    rows = [row for row, action in zip(rows, inside.actions, strict=True) if action is Action.READ]
+    return outs, [
+        _filled(entry, number, reads.get(row[number]))
+        for entry, row in zip(_read(inside), rows, strict=True)
+    ]
+
+
+def _filled(entry, number, value):
+    """What one branch returns for a site: its own value, and zeros for the other branches."""
+    if not entry.summed:
+        return value
+    return [
+        value if k == number else other and jax.tree.map(_compat.zeros, other.type)
+        for k, other in enumerate(entry.branches)
+    ]
+
+
+def _select(index, branches, operands, platforms):
+    if platforms is not None:
+        named = {
+            name: branch
+            for branch, names in zip(branches, platforms, strict=True)
+            for name in names or ("default",)
+        }
+        return lax.platform_dependent(*operands, **named)
+    if len(branches) == 2:  # `lax.switch` would clamp the index
+        return lax.cond(index != 0, branches[1], branches[0], *operands)
+    return lax.switch(index, branches, *operands)

@@ -1,0 +1,122 @@
+"""`jax.custom_jvp` and `jax.custom_vjp`: the user's rule still applies to the outputs.
+
+What is collected inside differentiates by ordinary autodiff. A body in which something is planted
+is another function, of which the user's rule knows nothing: it is inlined.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .._rule import register_rule
+
+
+class _Custom:
+    def entries(self, eqn, walk):
+        return walk.entries(_compat.called_jaxpr(eqn))
+
+    def rebuild(self, eqn, invals, inside):
+        jaxpr = _compat.called_jaxpr(eqn)
+        if inside.plants or not inside.replay.effects:
+            return inside.run(jaxpr, invals, live=inside.live)
+
+        def original(*args):
+            return _compat.bind(eqn, args)
+
+        def body(*args):
+            return tuple(inside.run(jaxpr, args))
+
+        def reads(*args):
+            # The side effects are those of the original.
+            dead = (False,) * len(jaxpr.outvars)
+            return inside.without_effects().run(jaxpr, args, live=dead).reads
+
+        return self.with_derivatives(body, original, reads)(*invals)
+
+    def with_derivatives(self, body, original, reads):
+        """`body`, whose outputs differentiate as `original` and whose reads as `reads`."""
+        raise NotImplementedError
+
+
+@register_rule("custom_jvp_call")
+class CustomJVP(_Custom):
+    def with_derivatives(self, body, original, reads):
+        fn = jax.custom_jvp(body)
+
+        @lambda rule: fn.defjvp(rule, symbolic_zeros=True)
+        def _(primals, tangents):
+            live = [not _compat.is_symbolic_zero(t) for t in tangents]
+            inputs, merge = _split(primals, live)
+            tangents = [t for t, l in zip(tangents, live, strict=True) if l]
+            outs = jax.jvp(lambda *xs: original(*merge(xs)), inputs, tangents)
+            read = jax.jvp(lambda *xs: reads(*merge(xs)), inputs, tangents)
+            return tuple(zip(outs, read, strict=True))
+
+        return fn
+
+
+@register_rule("custom_vjp_call")
+class CustomVJP(_Custom):
+    def with_derivatives(self, body, original, reads):
+        fn = jax.custom_vjp(body)
+
+        def fwd(*args):
+            perturbed = tuple(a.perturbed for a in args)
+            inputs, merge = _split([a.value for a in args], perturbed)
+            outs, vjp_outs = jax.vjp(lambda *xs: original(*merge(xs)), *inputs)
+            read, vjp_reads = jax.vjp(lambda *xs: reads(*merge(xs)), *inputs)
+            return (outs, read), (vjp_outs, vjp_reads, _Static(perturbed))
+
+        def bwd(residuals, cotangents):
+            vjp_outs, vjp_reads, perturbed = residuals
+            outs, read = cotangents
+            result = vjp_outs(_instantiated(outs))
+            if not all(map(_compat.is_symbolic_zero, _leaves(read))):
+                also = vjp_reads(_instantiated(read))
+                result = [_add(a, b) for a, b in zip(result, also, strict=True)]
+            result = iter(result)
+            return tuple(next(result) if p else None for p in perturbed.value)
+
+        fn.defvjp(fwd, bwd, symbolic_zeros=True)
+        return fn
+
+
+@jax.tree_util.register_static
+class _Static:
+    """Carries a constant from the forward to the backward rule."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, _Static) and self.value == other.value
+
+    def __hash__(self):
+        return hash(self.value)
+
+
+def _split(args, live):
+    """The arguments that are differentiated, and a function that puts them among the others."""
+    inputs = [a for a, l in zip(args, live, strict=True) if l]
+
+    def merge(inputs):
+        inputs = iter(inputs)
+        return [next(inputs) if l else a for a, l in zip(args, live, strict=True)]
+
+    return inputs, merge
+
+
+def _leaves(tree):
+    return jax.tree.leaves(tree, is_leaf=_compat.is_symbolic_zero)
+
+
+def _instantiated(tree):
+    return jax.tree.map(
+        lambda z: jnp.zeros(z.shape, z.dtype) if _compat.is_symbolic_zero(z) else z,
+        tree,
+        is_leaf=_compat.is_symbolic_zero,
+    )
+
+
+def _add(a, b):
+    return a if a.dtype == jax.dtypes.float0 else a + b

@@ -1,0 +1,38 @@
+"""`jax.jit` inside the program: its boundary, name and shardings stay."""
+
+import jax
+
+from .. import _compat
+from .._interpreter import Result
+from .._rule import register_rule
+
+
+@register_rule("jit", "pjit")
+class Jit:
+    def entries(self, eqn, walk):
+        return walk.entries(_compat.jit_params(eqn).jaxpr)
+
+    def rebuild(self, eqn, invals, inside):
+        params = _compat.jit_params(eqn)
+        # Calls of one jaxpr with one plan share one function, so that a layer that is called
+        # twelve times is traced and lowered once. Edits may differ from call to call.
+        key = (id(params.jaxpr), inside.actions, inside.live, inside.replay.effects)
+        jitted = None if inside.plants else inside.replay.jits.get(key)
+        if jitted is None:
+            jitted = inside.replay.jits[key] = _jitted(params, inside)
+        # Donation is void: what is collected may be the donated buffer.
+        return jitted(invals, inside.plants)
+
+
+def _jitted(params, inside):
+    def body(args, plants):
+        return inside.run(params.jaxpr, args, plants=plants, live=inside.live)
+
+    body.__name__ = body.__qualname__ = params.name
+    options = dict(params.options)
+    if any(s is not None for s in params.in_shardings):
+        options["in_shardings"] = (list(params.in_shardings), None)
+    if any(s is not None for s in params.out_shardings):
+        outs = [s if l else None for s, l in zip(params.out_shardings, inside.live, strict=True)]
+        options["out_shardings"] = Result(outs, None)
+    return jax.jit(body, **options)

@@ -1,0 +1,69 @@
+"""Which sites a transform is about: globs, predicates, and sequences of these."""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._errors import SelectError, UnknownSiteError, nearest
+from ._site import Site
+
+Select = None | str | Callable[[Site], bool] | Sequence["Select"]
+
+
+def check_select(select: Any, what: str = "select") -> Any:
+    """`select` itself, with sequences as tuples; a `SelectError` if it is something else."""
+    if select is None or isinstance(select, str) or callable(select):
+        return select
+    if isinstance(select, Sequence | set | frozenset):
+        return tuple(check_select(s, what) for s in select)
+    raise SelectError(
+        f"`{what}` got {select!r} of type `{type(select).__name__}`; wanted None (all sites), a "
+        "key or a glob, a predicate that takes a `Site`, or a sequence of these"
+    )
+
+
+def is_static(select: Any) -> bool:
+    """Whether which sites are meant depends on the keys only, not on a user's function."""
+    if isinstance(select, tuple):
+        return all(map(is_static, select))
+    return not callable(select)
+
+
+def matches(select: Any, site: Site, keys: frozenset[str]) -> bool:
+    """Whether `site` is meant, in a program with these keys."""
+    if select is None:
+        return True
+    if isinstance(select, str):
+        # A key is a key even if it contains the characters of a glob.
+        return site.key == select if select in keys else bool(_regex(select).fullmatch(site.key))
+    if isinstance(select, tuple):
+        return any(matches(s, site, keys) for s in select)
+    return bool(select(site))
+
+
+def check_found(select: Any, keys: frozenset[str], what: str) -> None:
+    """Raise an `UnknownSiteError` for a glob in `select` that matches nothing."""
+    if isinstance(select, tuple):
+        for s in select:
+            check_found(s, keys, what)
+    if not isinstance(select, str) or select in keys:
+        return
+    if not any(_regex(select).fullmatch(key) for key in keys):
+        kind = "glob" if any(c in select for c in "*?") else "key"
+        raise UnknownSiteError(
+            f"`{what}`: the {kind} {select!r} matches no site; {nearest(select, keys)}"
+        )
+
+
+def glob(pattern: str) -> Callable[[str], bool]:
+    """Whether a key matches a pattern: `*` and `?` stop at `/`, `**` crosses it."""
+    regex = _regex(pattern)
+    return lambda key: regex.fullmatch(key) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def _regex(pattern: str) -> re.Pattern[str]:
+    wild = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*|\*|\?)", pattern)
+    return re.compile("".join(wild.get(part, re.escape(part)) for part in parts), re.DOTALL)

@@ -1,0 +1,210 @@
+"""What a program sows: `Site`, and the table of them."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+
+from . import _compat
+from ._rule import Entry
+
+
+class Axis(NamedTuple):
+    """An axis that a structure around a site puts in front of its value.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax
+        import jax.numpy as jnp
+
+        f = lambda xs: jax.lax.map(lambda x: harvest.sow(x, name="h"), xs)
+        assert harvest.sites(f)(jnp.ones(3))["h"].axes == (harvest.Axis("loop", 3),)
+        ```
+
+    **Arguments:**
+
+    - `kind`: `"loop"`, `"batch"` (of a `vmap`) or `"mesh"` (of a `shard_map`).
+    - `size`: its length.
+    """
+
+    kind: Literal["loop", "batch", "mesh"]
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A place in a program where a value is sown.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax.numpy as jnp
+
+        (site,) = harvest.sites(lambda x: harvest.sow(x, name="h"))(jnp.ones((2, 3)))
+        assert site.key == "h" and site.aval.shape == (2, 3) and site.nbytes == 24
+        ```
+
+    **Arguments:**
+
+    - `key`: scope and name, joined by `/`.
+    - `name`: as given to `sow`.
+    - `scope`: the scopes around it, joined by `/`; empty outside any.
+    - `occurrence`: how many sites of the same key came before.
+    - `kind`: `"sow"`, or `"cotangent"` for one made by `perturb`.
+    - `aval`: the type of the value as it is sown, in one iteration, for one example of a batch: a
+        pytree of `jax.ShapeDtypeStruct`, with static leaves as they are.
+    - `axes`: what the structures around it put in front of that: [`harvest.Axis`][]s, those of
+        loops outermost first, then those of batches.
+    - `branch`: the branches of the innermost `cond` around it that have it; `None` outside.
+    - `source`: the file and line of the `sow`.
+    - `nbytes`: the size of the collected value, in bytes.
+    """
+
+    key: str
+    name: str
+    scope: str
+    occurrence: int
+    kind: Literal["sow", "cotangent"]
+    aval: Any
+    axes: tuple[Axis, ...]
+    branch: tuple[int, ...] | None
+    source: str
+    nbytes: int
+
+    @property
+    def spec(self) -> str:
+        """The type of the collected value, as `f32[12,128]`."""
+        sizes = tuple(axis.size for axis in self.axes)
+        leaves = jax.tree.leaves(self.aval)
+        return " ".join(
+            _compat.short(jax.ShapeDtypeStruct((*sizes, *leaf.shape), leaf.dtype))
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+            else str(leaf)
+            for leaf in leaves
+        )
+
+
+def site_of(entry: Entry, occurrence: int) -> Site:
+    marker = entry.marker
+    label = marker.label
+    avals = [
+        _compat.unbatched(aval, axes)
+        for aval, axes in zip(marker.in_avals, marker.positions, strict=True)
+    ]
+    return Site(
+        key=entry.key,
+        name=label.name,
+        scope="/".join(entry.scope),
+        occurrence=occurrence,
+        kind=label.kind,
+        aval=label.structure.unflatten(avals),
+        axes=(
+            *(Axis("loop", length) for length in entry.loops),
+            *(Axis("batch", size) for size in _batch_sizes(entry)),
+        ),
+        branch=_branch(entry),
+        source=entry.source,
+        nbytes=sum(map(_nbytes, jax.tree.leaves(entry.type))),
+    )
+
+
+def _batch_sizes(entry: Entry) -> Iterator[int]:
+    """Of each `vmap` that batched any leaf, the size."""
+    for level in zip(*entry.marker.positions, strict=True):
+        for aval, axis in zip(entry.marker.in_avals, level, strict=True):
+            if isinstance(axis, int):
+                yield aval.shape[axis]
+                break
+
+
+def _branch(entry: Entry) -> tuple[int, ...] | None:
+    if entry.branches is None:
+        return None
+    present = [(number, b) for number, b in enumerate(entry.branches) if b is not None]
+    if len(present) == 1 and present[0][1].branches is not None:
+        return _branch(present[0][1])
+    return tuple(number for number, _ in present)
+
+
+def _nbytes(aval: Any) -> int:
+    if not hasattr(aval, "shape"):
+        return sum(map(_nbytes, aval.lo_ty()))
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+class Sites(Sequence[Site]):
+    """The sites of a program, in call order: a sequence that prints as a table.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax.numpy as jnp
+
+        def f(x):
+            h = harvest.sow(jnp.sin(x), name="h")
+            return harvest.sow(h @ h, name="out")
+
+        table = harvest.sites(f)(jnp.ones(3))
+        assert [site.key for site in table] == ["h", "out"]
+        assert table["h"] is table[0] and table.nbytes == 12 + 4
+        print(table)
+        ```
+    """
+
+    def __init__(self, sites: Sequence[Site]):
+        self._sites = tuple(sites)
+
+    @overload
+    def __getitem__(self, index: int | str) -> Site: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Sites": ...
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return Sites(self._sites[index])
+        if isinstance(index, str):
+            for site in self._sites:
+                if site.key == index:
+                    return site
+            raise KeyError(index)
+        return self._sites[index]
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all collected values together, in bytes."""
+        return sum(site.nbytes for site in self._sites)
+
+    def __repr__(self) -> str:
+        header = ("key", "kind", "type", "axes", "size", "source")
+        rows = [header, *map(_row, self._sites)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        total = f"{len(self)} site{'' if len(self) == 1 else 's'}, {_human(self.nbytes)}"
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], total])
+
+
+def _row(site: Site) -> tuple[str, ...]:
+    axes = " ".join(f"{axis.kind}:{axis.size}" for axis in site.axes)
+    if site.branch is not None:
+        axes = f"{axes} branch:{','.join(map(str, site.branch))}".strip()
+    return (site.key, site.kind, site.spec, axes, _human(site.nbytes), site.source)
+
+
+def _human(nbytes: int) -> str:
+    size, unit = float(nbytes), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,334 @@
+"""Tracing, compiling and caching of any callable.
+
+A transformed function is a pytree (`Transformed`): its function, the values it plants and its
+options. A call is flattened into arrays and a hashable rest. Outside of any JAX transform the rest
+is the key of a compiled program; inside, everything is inlined into the ambient trace and nothing
+is kept.
+
+Two things are cached under such keys. `_traces` has, for a function and the structure of its
+arguments, a `jax.jit` whose `trace` gives its jaxpr: whichever transform asks, the user's function
+is traced once for each set of types. `_programs` has, for a transformed function, the `jax.jit`
+that evaluates it.
+"""
+
+import collections
+import contextlib
+import functools
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr
+
+from . import _compat
+from ._errors import HarvestError, HarvestWarning, UnsupportedError
+from ._structure import HOLE, Structure, is_array, is_traced
+from ._walk import Walk
+
+_MAX_ENTRIES = 1024  # of each cache
+_MANY_TRACES = 8  # of one piece of code, under new identities, until we warn
+
+
+class Program(NamedTuple):
+    """A traced call of a user's function."""
+
+    jaxpr: Jaxpr
+    leaves: list[Any]  # its arguments
+    out: Any  # tree of its results
+    walk: Walk
+
+    def result(self, outs: list[Any]) -> Any:
+        """The function's result, from the outputs of the jaxpr."""
+        return jax.tree.unflatten(self.out, outs).unflatten()
+
+
+@jax.tree_util.register_pytree_node_class
+class _Packed:
+    """A pytree that can leave a `jit`: static leaves travel in its treedef."""
+
+    def __init__(self, leaves: list[Any], structure: Structure):
+        self.leaves, self.structure = leaves, structure
+
+    @classmethod
+    def pack(cls, value: Any) -> "_Packed":
+        return cls(*Structure.flatten(value, lambda leaf: is_array(leaf) or _compat.is_ref(leaf)))
+
+    def unflatten(self) -> Any:
+        return self.structure.unflatten(self.leaves)
+
+    def tree_flatten(self):
+        return (self.leaves,), self.structure
+
+    @classmethod
+    def tree_unflatten(cls, structure, children):
+        return cls(*children, structure)
+
+
+class Transformed:
+    """A transformed function: what `reap`, `plant`, ... return.
+
+    A pytree, so that its arrays (those of a model, those that are planted) are arguments of the
+    compiled program. Subclasses name the attributes that hold arrays in `_dynamic`, those that do
+    not in `_static`, and evaluate a call in `_inline`.
+    """
+
+    fn: Callable[..., Any]
+    _dynamic: tuple[str, ...] = ("fn",)
+    _static: tuple[str, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        jax.tree_util.register_pytree_node(
+            cls,
+            lambda self: ([getattr(self, n) for n in cls._dynamic], self._options()),
+            functools.partial(_rebuilt, cls),
+        )
+
+    def __init__(self, fn: Callable[..., Any], name: str):
+        self.fn = _checked(fn, name)
+        functools.update_wrapper(self, fn, updated=())
+
+    def _options(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self._static)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if _compat.tracing():
+                result = self._inline(args, kwargs, trace_afresh)
+            else:
+                result = _run_staged(self._resolved(args, kwargs), args, kwargs)
+        except HarvestError as error:
+            # The frames between are ours and JAX's; the message has the user's line.
+            raise error.with_traceback(None) from None
+        value, notes = result
+        for note in notes:
+            warnings.warn(note, HarvestWarning, stacklevel=2)
+        return self._finish(value)
+
+    def _finish(self, value: Any) -> Any:
+        """What the user gets: for what must not pass through `jit`, which sorts dicts."""
+        return value
+
+    def _resolved(self, args: Any, kwargs: Any) -> "Transformed":
+        """This, with choices that depend on a user's function made: they are part of the key."""
+        return self
+
+    def _inline(self, args: Any, kwargs: Any, trace: Callable) -> tuple[Any, tuple[str, ...]]:
+        """The result, and what to warn about; traces `fn` by `trace(name, fn, args, kwargs)`."""
+        raise NotImplementedError
+
+
+def _rebuilt(cls: type[Transformed], options: Any, children: Any) -> Transformed:
+    self = object.__new__(cls)
+    for name, value in zip(cls._dynamic, children, strict=True):
+        setattr(self, name, value)
+    for name, value in zip(cls._static, options, strict=True):
+        setattr(self, name, value)
+    return self
+
+
+def _checked(fn: Any, name: str) -> Callable[..., Any]:
+    """`fn`, with `functools.partial` as a pytree; an error for what tracing would break."""
+    if not callable(fn):
+        raise UnsupportedError(
+            f"`{name}` got {fn!r} of type `{type(fn).__name__}`; wanted a callable"
+        )
+    held = [fn, getattr(fn, "__self__", None)]
+    if isinstance(fn, functools.partial):
+        held += [fn.func, getattr(fn.func, "__self__", None), *fn.args, *fn.keywords.values()]
+    for part in held:
+        if any("flax.nnx" in cls.__module__ for cls in type(part).__mro__):
+            raise UnsupportedError(
+                f"`{name}` got a `flax.nnx` module (`{type(part).__name__}`), whose mutable state "
+                "tracing would lose; split it and merge it inside: `graphdef, state = "
+                f"nnx.split(module)`, then `{name}(lambda state, *args: nnx.merge(graphdef, state)"
+                "(*args))(state, ...)`"
+            )
+    if isinstance(fn, functools.partial) and not isinstance(fn, jax.tree_util.Partial):
+        return jax.tree_util.Partial(fn.func, *fn.args, **fn.keywords)
+    return fn
+
+
+# --------------------------------------------------------------------------------- tracing
+
+
+def trace_afresh(
+    name: str, fn: Callable, args: Any, kwargs: Any, is_dynamic: Callable = is_traced
+) -> Program:
+    """Trace without a cache: closures may hold tracers of the ambient transform."""
+    leaves, structure = Structure.flatten((fn, args, kwargs), is_dynamic)
+    with jax.disable_jit(False):
+        jaxpr, out = jax.make_jaxpr(_flat(name, structure), return_shape=True)(*leaves)
+    return Program(jaxpr, leaves, jax.tree.structure(out), Walk())
+
+
+def trace_cached(
+    name: str, fn: Callable, args: Any, kwargs: Any, is_dynamic: Callable = is_traced
+) -> Program:
+    """Trace at most once for each structure and types of the arguments."""
+    leaves, structure = Structure.flatten((fn, args, kwargs), is_dynamic)
+    entry = _traces.get(structure, lambda pending: _flat(name, pending))
+    with entry.pending(structure), jax.disable_jit(False):
+        traced = entry.jitted.trace(*leaves)
+    return Program(traced.jaxpr, leaves, jax.tree.structure(traced.out_info), Walk())
+
+
+def _flat(name: str, structure: "Structure | Callable[[], Structure]") -> Callable[..., _Packed]:
+    """A function of the dynamic leaves of `(fn, args, kwargs)`."""
+
+    def flat(*leaves: Any) -> _Packed:
+        now = structure() if callable(structure) else structure
+        fn, args, kwargs = now.unflatten(leaves)
+        try:
+            return _Packed.pack(fn(*args, **kwargs))
+        except Exception as error:
+            if not isinstance(error, HarvestError):
+                error.add_note(f"harvest: raised while `{name}` traced `{_name(fn)}`")
+            raise
+
+    return flat
+
+
+def _run_staged(transformed: Transformed, args: Any, kwargs: Any) -> tuple[Any, tuple[str, ...]]:
+    leaves, structure = Structure.flatten((transformed, args, kwargs), is_traced)
+    entry = _programs.get(structure, _program, on_new=_count_identities)
+    with entry.pending(structure):
+        packed = entry.jitted(*leaves)
+    return packed.unflatten()
+
+
+def _program(pending: Callable[[], Structure]) -> Callable[..., _Packed]:
+    def run(*leaves: Any) -> _Packed:
+        transformed, args, kwargs = pending().unflatten(leaves)
+        return _Packed.pack(transformed._inline(args, kwargs, trace_cached))
+
+    return run
+
+
+# --------------------------------------------------------------------------------- caching
+
+
+class _Entry:
+    """A jitted function that does not keep the user's functions alive.
+
+    It finds them, when JAX traces it, in the call that is under way.
+    """
+
+    def __init__(self, make: Callable[[Callable[[], Structure]], Callable]):
+        self._calls = calls = threading.local()
+        self.jitted = jax.jit(make(lambda: calls.structure))
+
+    @contextlib.contextmanager
+    def pending(self, structure: Structure) -> Iterator[None]:
+        """Run a call of this structure, in this thread."""
+        outer = getattr(self._calls, "structure", None)
+        self._calls.structure = structure
+        try:
+            yield
+        finally:
+            self._calls.structure = outer
+
+
+class _Cache:
+    """Entries by structure: bounded, and dropped when a function in the structure dies."""
+
+    def __init__(self) -> None:
+        self._entries: collections.OrderedDict[Any, tuple[_Entry, list[Any]]]
+        self._entries = collections.OrderedDict()
+        self._lock = threading.RLock()
+
+    def get(
+        self,
+        structure: Structure,
+        make: Callable,
+        on_new: Callable[[list[Any]], None] = lambda objects: None,
+    ) -> _Entry:
+        key, objects = _key(structure)
+        with self._lock:
+            if (found := self._entries.get(key)) is not None:
+                self._entries.move_to_end(key)
+                return found[0]
+            entry = _Entry(make)
+            held = [_held(obj, functools.partial(self._drop, key)) for obj in objects]
+            self._entries[key] = (entry, held)
+            while len(self._entries) > _MAX_ENTRIES:
+                self._entries.popitem(last=False)
+        on_new(objects)
+        return entry
+
+    def _drop(self, key: Any, _: Any) -> None:
+        with self._lock:
+            self._entries.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+_traces = _Cache()
+_programs = _Cache()
+
+
+class _Identity:
+    """Stands for an object that counts by identity, without keeping it alive."""
+
+    __slots__ = ("_id",)
+
+    def __init__(self, obj: Any):
+        self._id = id(obj)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._id == other._id
+
+    def __hash__(self) -> int:
+        return self._id
+
+
+def _key(structure: Structure) -> tuple[Structure, list[Any]]:
+    """A key that keeps no callable leaf alive, and those callables."""
+    objects: list[Any] = []
+
+    def static(leaf: Any) -> Any:
+        if leaf is HOLE or not callable(leaf):
+            return leaf
+        if isinstance(leaf, types.MethodType):  # a new object at each access
+            objects.extend((leaf.__self__, leaf.__func__))
+            return (_Identity(leaf.__self__), _Identity(leaf.__func__))
+        objects.append(leaf)
+        return _Identity(leaf)
+
+    return Structure(structure.treedef, list(map(static, structure.statics))), objects
+
+
+def _held(obj: Any, callback: Callable[[Any], None]) -> Any:
+    try:
+        return weakref.ref(obj, callback)
+    except TypeError:
+        return obj  # kept alive, as an identity must be
+
+
+_identities: weakref.WeakKeyDictionary[types.CodeType, int] = weakref.WeakKeyDictionary()
+
+
+def _count_identities(objects: list[Any]) -> None:
+    """Warn about functions that are made anew for each call, since each is traced anew."""
+    for obj in objects:
+        code = getattr(obj, "__code__", None)
+        if code is None:
+            continue
+        _identities[code] = count = _identities.get(code, 0) + 1
+        if count == _MANY_TRACES:
+            warnings.warn(
+                f"`{_name(obj)}` ({code.co_filename}:{code.co_firstlineno}) was traced {count} "
+                "times, each time as a new function object, since functions are told apart by "
+                "identity; define it once, or pass what changes as an array in a "
+                "`jax.tree_util.Partial` or an Equinox module",
+                HarvestWarning,
+                stacklevel=2,
+            )
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__qualname__", None) or type(fn).__name__

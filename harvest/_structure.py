@@ -1,0 +1,95 @@
+"""Pytrees as dynamic leaves and a hashable rest."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import _compat
+
+
+class _Hole:
+    """Where a dynamic leaf belongs."""
+
+    def __repr__(self) -> str:
+        return "*"
+
+
+HOLE = _Hole()
+
+
+def is_array(leaf: Any) -> bool:
+    """A leaf that JAX computes with: arrays of JAX and numpy, and values of hi types."""
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return True
+    return _compat.is_hi(leaf)
+
+
+def is_traced(leaf: Any) -> bool:
+    """A leaf of an argument that is traced: arrays, Python floats, and mutable references.
+
+    Ints, bools, strings and other objects are static.
+    """
+    if isinstance(leaf, float | complex):
+        return True
+    return is_array(leaf) or _compat.is_ref(leaf)
+
+
+class Structure:
+    """A pytree without its dynamic leaves: its treedef, and the static leaves in their places.
+
+    Equal structures have equal static leaves of equal types (`1`, `1.0` and `True` differ).
+    Static leaves that cannot be hashed or compared count by identity.
+    """
+
+    __slots__ = ("_hash", "statics", "treedef")
+
+    def __init__(self, treedef: Any, statics: Sequence[Any]):
+        self.treedef = treedef
+        self.statics = tuple(statics)
+        self._hash = hash((treedef, tuple(map(_static_hash, self.statics))))
+
+    @staticmethod
+    def flatten(value: Any, is_dynamic: Callable[[Any], bool]) -> tuple[list[Any], "Structure"]:
+        leaves, treedef = jax.tree.flatten(value)
+        dynamic = [is_dynamic(leaf) for leaf in leaves]
+        statics = [HOLE if d else leaf for d, leaf in zip(dynamic, leaves, strict=True)]
+        kept = [leaf for d, leaf in zip(dynamic, leaves, strict=True) if d]
+        return kept, Structure(treedef, statics)
+
+    def unflatten(self, leaves: Iterable[Any]) -> Any:
+        leaves = iter(leaves)
+        filled = [next(leaves) if s is HOLE else s for s in self.statics]
+        return jax.tree.unflatten(self.treedef, filled)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Structure)
+            and self._hash == other._hash
+            and self.treedef == other.treedef
+            and all(map(same_static, self.statics, other.statics))
+        )
+
+    def __repr__(self) -> str:
+        return str(jax.tree.unflatten(self.treedef, self.statics))
+
+
+def _static_hash(leaf: Any) -> int:
+    try:
+        return hash((type(leaf), leaf))
+    except TypeError:
+        return hash((type(leaf), id(leaf)))
+
+
+def same_static(a: Any, b: Any) -> bool:
+    """Whether two static leaves are equal and of one type."""
+    if a is b:
+        return True
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:
+        return False

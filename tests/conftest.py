@@ -1,0 +1,19 @@
+import sys
+
+import hypothesis
+import jax
+import jaxtyping
+
+assert "harvest" not in sys.modules, "the import hook must come before the first import of harvest"
+
+# Before JAX starts its backend, which it does at the first computation.
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+jaxtyping.install_import_hook("harvest", "beartype.beartype")
+
+# `ci` runs the same programs every time; `--hypothesis-profile=long` looks for new ones.
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile("ci")
