@@ -3,6 +3,7 @@
 import os as _os
 from importlib.metadata import version as _version
 
+import jaxtyping as _jaxtyping
 from jax.extend import source_info_util as _source_info_util
 
 from . import _rules as _rules
@@ -38,8 +39,11 @@ from ._sow import sow as sow
 
 __version__ = _version("jax-harvest")
 
-# So that "the user's line", in our messages and in JAX's, is never a line of this package.
-_source_info_util.register_exclusion(__path__[0] + _os.sep)
+# So that "the user's line", in our messages and in JAX's, is never a line of this package, or of
+# the wrappers that jaxtyping and beartype put around functions.
+for _folder in (__path__[0], _jaxtyping.__path__[0]):
+    _source_info_util.register_exclusion(_folder + _os.sep)
+_source_info_util.register_exclusion("<@beartype")
 
 __all__ = [
     "Axis",

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -56,9 +57,6 @@ def is_ref(value: Any) -> bool:
 
 def zeros(aval: Any) -> jax.Array:
     """Zeros of the type `aval`: of its sharding and varying mesh axes too, and of key types."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        impl = jax.random.key_impl(jax.ShapeDtypeStruct(aval.shape, aval.dtype))  # pyright: ignore
-        return jax.random.wrap_key_data(_zero_key_data(aval, impl), impl=impl)
     value = jnp.zeros(aval.shape, aval.dtype)
     sharding = getattr(aval, "sharding", None)
     if sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
@@ -66,11 +64,6 @@ def zeros(aval: Any) -> jax.Array:
     # The attribute was called `vma` before 0.12.
     varying = getattr(getattr(aval, "manual_axis_type", None), "varying", ())
     return lax.pcast(value, tuple(varying), to="varying") if varying else value
-
-
-def _zero_key_data(aval: Any, impl: Any) -> jax.Array:
-    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
-    return jnp.zeros((*aval.shape, *data.shape), data.dtype)
 
 
 # --------------------------------------------------------------------------- equations

@@ -165,6 +165,11 @@ def split_each(edits: Sequence[Edit]) -> tuple[Any, Any]:
     )
 
 
+def split_arrays(edits: Sequence[Edit]) -> tuple[Any, Any]:
+    """The arrays of the edits, and the rest: what can be an argument, and what cannot."""
+    return eqx.partition(edits, is_array)
+
+
 def in_branch(edit: Edit, branch: int) -> Edit:
     """What is left of an edit inside one branch of the outermost `cond` around the site."""
     return jax.tree.map(

@@ -16,9 +16,9 @@ class HarvestError(Exception):
         import harvest
 
         try:
-            harvest.reap(lambda x: harvest.sow(x, name="h"), "typo")(1.0)
+            harvest.reap(lambda x: harvest.sow(x, name="logits"), "logit")(1.0)
         except harvest.HarvestError as error:
-            assert "did you mean 'h'" in str(error)
+            assert "did you mean 'logits'" in str(error)
         ```
     """
 

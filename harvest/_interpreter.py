@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from . import _compat
 from ._apply import apply_edit
 from ._edits import Edit, Loop
-from ._markers import Mark, SowEffect, Tag
+from ._markers import Mark, Tag
 from ._rule import Entry, rule_for
 from ._walk import Walk
 
@@ -105,9 +105,8 @@ class Replay:
             outs, new = self._evaluate(step.eqn, invals, inside)
             env.update(zip(step.eqn.outvars, outs, strict=True))
             reads += new
-        return Result(
-            [read(v) if l else None for v, l in zip(jaxpr.outvars, live, strict=True)], reads
-        )
+        outs = [read(v) if used else None for v, used in zip(jaxpr.outvars, live, strict=True)]
+        return Result(outs, reads)
 
     def _evaluate(self, eqn: JaxprEqn, invals: list[Any], inside: Inside) -> Result:
         rule = rule_for(eqn)
@@ -134,7 +133,8 @@ class Replay:
         spans = self.walk.spans(jaxpr)
         assert len(actions) == sum(map(len, spans))
         everything = all(live) and self.effects
-        needed = {v for v, l in zip(jaxpr.outvars, live, strict=True) if l and isinstance(v, Var)}
+        outs = zip(jaxpr.outvars, live, strict=True)
+        needed = {v for v, used in outs if used and isinstance(v, Var)}
         steps = []
         end = len(actions)
         for eqn, span in zip(reversed(jaxpr.eqns), reversed(spans), strict=True):

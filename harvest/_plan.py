@@ -2,12 +2,12 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from . import _compat
 from ._apply import fit
-from ._edits import Branches, Chain, Edit, Each, Replace, as_edit
+from ._edits import Branches, Chain, Each, Edit, Replace, as_edit
 from ._errors import DuplicateSiteError, PlantError, SelectError, UnsupportedError
 from ._interpreter import Action, Actions
 from ._rule import CondSum, Entry
@@ -217,14 +217,15 @@ def _check_not_occurrences(value: Any, entry: Entry, mode: Mode) -> None:
 
 def _replacing(value: Any, entry: Entry, outer: tuple[int, ...]) -> Edit:
     """An edit that replaces by a value of the form in which the site is read."""
-    if not entry.summed:
+    branchwise = isinstance(value, CondSum) and entry.branches is not None
+    if not entry.summed and not branchwise:
         wanted = entry.type
         for length in reversed(outer):
             wanted = [_compat.stacked(aval, length) for aval in wanted]
         fit(value, entry.marker.label.structure, wanted, entry.describe())
         return Each(Replace(value)) if outer or entry.loops else Replace(value)
     assert entry.branches is not None
-    outer = (*outer, *entry.loops)
+    outer = (*outer, *entry.around)
     parts = value.branches if isinstance(value, CondSum) else None
     if parts is not None and len(parts) != len(entry.branches):
         raise PlantError(

@@ -8,7 +8,6 @@ from ._interpreter import Replay
 from ._plan import Mode, check_mode, plan_plants
 from ._select import check_select
 from ._stage import Transformed
-from ._edits import Edit, as_edit
 
 
 def plant(

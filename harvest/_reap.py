@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import jax.numpy as jnp
 import jax
+import jax.numpy as jnp
 
 from . import _compat
 from ._errors import SelectError, UnknownSiteError, nearest

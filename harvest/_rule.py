@@ -7,7 +7,7 @@ values into, and collected values out of, the jaxprs inside.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -84,6 +84,14 @@ class Entry:
     def readable(self) -> bool:
         return isinstance(self.marker, Mark)
 
+    @property
+    def around(self) -> tuple[int, ...]:
+        """Of `loops`, those around the `cond`; the branches know those inside it."""
+        if self.summed or self.branches is None:
+            return self.loops
+        inner = next(len(b.loops) for b in self.branches if b is not None)
+        return self.loops[: len(self.loops) - inner]
+
     def describe(self) -> str:
         return f"the site {self.key!r} (sown at {self.source})"
 
@@ -105,13 +113,12 @@ class Entry:
         if self.branches is None:
             yield self, (*outer, *self.loops)
             return
-        inner = next(len(b.loops) for b in self.branches if b is not None)
-        around = self.loops if self.summed else self.loops[: len(self.loops) - inner]
         for branch in self.branches:
             if branch is not None:
-                yield from branch.innermost((*outer, *around))
+                yield from branch.innermost((*outer, *self.around))
 
 
+@runtime_checkable
 class Rule(Protocol):
     """How one primitive that holds jaxprs is opened.
 

@@ -14,6 +14,7 @@ that evaluates it.
 import collections
 import contextlib
 import functools
+import inspect
 import threading
 import types
 import warnings
@@ -65,7 +66,8 @@ class _Packed:
 
     @classmethod
     def tree_unflatten(cls, structure, children):
-        return cls(*children, structure)
+        (leaves,) = children
+        return cls(leaves, structure)
 
 
 class Transformed:
@@ -121,7 +123,7 @@ class Transformed:
         raise NotImplementedError
 
 
-def _rebuilt(cls: type[Transformed], options: Any, children: Any) -> Transformed:
+def _rebuilt(cls: type[Any], options: Any, children: Any) -> Any:
     self = object.__new__(cls)
     for name, value in zip(cls._dynamic, children, strict=True):
         setattr(self, name, value)
@@ -309,16 +311,24 @@ def _held(obj: Any, callback: Callable[[Any], None]) -> Any:
         return obj  # kept alive, as an identity must be
 
 
-_identities: weakref.WeakKeyDictionary[types.CodeType, int] = weakref.WeakKeyDictionary()
+# For each piece of code, how many functions of it have been traced, and those still alive.
+_identities: weakref.WeakKeyDictionary[types.CodeType, tuple[int, weakref.WeakSet[Any]]]
+_identities = weakref.WeakKeyDictionary()
 
 
 def _count_identities(objects: list[Any]) -> None:
     """Warn about functions that are made anew for each call, since each is traced anew."""
     for obj in objects:
-        code = getattr(obj, "__code__", None)
-        if code is None:
+        fn = inspect.unwrap(obj)
+        if not isinstance(fn, types.FunctionType):
             continue
-        _identities[code] = count = _identities.get(code, 0) + 1
+        code = fn.__code__
+        count, alive = _identities.get(code, (0, weakref.WeakSet()))
+        if fn in alive:
+            continue
+        count += 1
+        alive.add(fn)
+        _identities[code] = (count, alive)
         if count == _MANY_TRACES:
             warnings.warn(
                 f"`{_name(obj)}` ({code.co_filename}:{code.co_firstlineno}) was traced {count} "

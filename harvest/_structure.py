@@ -1,7 +1,7 @@
 """Pytrees as dynamic leaves and a hashable rest."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ class _Hole:
 HOLE = _Hole()
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> TypeGuard[jax.Array]:
     """A leaf that JAX computes with: arrays of JAX and numpy, and values of hi types."""
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return True

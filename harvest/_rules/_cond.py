@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ class Cond:
         branches = [branch(number, jaxpr) for number, jaxpr in enumerate(params.branches)]
         outs, reads = _select(index, branches, operands, params.platforms)
         return outs, [
-            CondSum(index, tuple(value)) if entry.summed else value
+            CondSum(index, tuple(cast(list, value))) if entry.summed else value
             for entry, value in zip(_read(inside), reads, strict=True)
         ]
 

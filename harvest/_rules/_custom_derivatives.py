@@ -47,7 +47,7 @@ class CustomJVP(_Custom):
         def _(primals, tangents):
             live = [not _compat.is_symbolic_zero(t) for t in tangents]
             inputs, merge = _split(primals, live)
-            tangents = [t for t, l in zip(tangents, live, strict=True) if l]
+            tangents = [t for t, nonzero in zip(tangents, live, strict=True) if nonzero]
             outs = jax.jvp(lambda *xs: original(*merge(xs)), inputs, tangents)
             read = jax.jvp(lambda *xs: reads(*merge(xs)), inputs, tangents)
             return tuple(zip(outs, read, strict=True))
@@ -97,11 +97,11 @@ class _Static:
 
 def _split(args, live):
     """The arguments that are differentiated, and a function that puts them among the others."""
-    inputs = [a for a, l in zip(args, live, strict=True) if l]
+    inputs = [a for a, chosen in zip(args, live, strict=True) if chosen]
 
     def merge(inputs):
         inputs = iter(inputs)
-        return [next(inputs) if l else a for a, l in zip(args, live, strict=True)]
+        return [next(inputs) if chosen else a for a, chosen in zip(args, live, strict=True)]
 
     return inputs, merge
 

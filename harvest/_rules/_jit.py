@@ -1,8 +1,12 @@
 """`jax.jit` inside the program: its boundary, name and shardings stay."""
 
+from typing import Any, cast
+
+import equinox as eqx
 import jax
 
 from .. import _compat
+from .._edits import split_arrays
 from .._interpreter import Result
 from .._rule import register_rule
 
@@ -21,11 +25,14 @@ class Jit:
         if jitted is None:
             jitted = inside.replay.jits[key] = _jitted(params, inside)
         # Donation is void: what is collected may be the donated buffer.
-        return jitted(invals, inside.plants)
+        return jitted(invals, split_arrays(inside.plants)[0])
 
 
 def _jitted(params, inside):
-    def body(args, plants):
+    _, fixed = split_arrays(inside.plants)
+
+    def body(args, arrays):
+        plants = eqx.combine(arrays, fixed)
         return inside.run(params.jaxpr, args, plants=plants, live=inside.live)
 
     body.__name__ = body.__qualname__ = params.name
@@ -33,6 +40,8 @@ def _jitted(params, inside):
     if any(s is not None for s in params.in_shardings):
         options["in_shardings"] = (list(params.in_shardings), None)
     if any(s is not None for s in params.out_shardings):
-        outs = [s if l else None for s, l in zip(params.out_shardings, inside.live, strict=True)]
-        options["out_shardings"] = Result(outs, None)
+        # An output that is not live is None, and so is its sharding.
+        shardings = zip(params.out_shardings, inside.live, strict=True)
+        outs: list[Any] = [s if live else None for s, live in shardings]
+        options["out_shardings"] = Result(outs, cast(Any, None))
     return jax.jit(body, **options)

@@ -1,9 +1,11 @@
 """`jax.checkpoint`: it keeps saving what it saved, and what is collected is an output."""
 
+import equinox as eqx
 import jax
 from jax import lax
 
 from .. import _compat
+from .._edits import split_arrays
 from .._rule import register_rule
 
 
@@ -15,18 +17,19 @@ class Remat:
     def rebuild(self, eqn, invals, inside):
         params = _compat.remat_params(eqn)
 
-        def body(args, plants):
+        arrays, fixed = split_arrays(inside.plants)
+
+        def body(args, arrays):
+            plants = eqx.combine(arrays, fixed)
             return inside.run(params.jaxpr, args, plants=plants)
 
         if params.differentiated:
             # The recomputation in a backward pass has no public spelling; it is lowered to this.
-            return body(_barrier(invals, params.prevent_cse), inside.plants)
+            return body(_barrier(invals, params.prevent_cse), arrays)
         prevent_cse = params.prevent_cse
         if not isinstance(prevent_cse, bool):  # one for each input
             prevent_cse = any(prevent_cse)
-        return jax.checkpoint(body, policy=params.policy, prevent_cse=prevent_cse)(
-            invals, inside.plants
-        )
+        return jax.checkpoint(body, policy=params.policy, prevent_cse=prevent_cse)(invals, arrays)
 
 
 def _barrier(invals, prevent_cse):

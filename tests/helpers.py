@@ -1,0 +1,177 @@
+"""Programs with one site each, written out so that plain JAX can be their oracle.
+
+Each program is called as `program(x, site)`, where `site(h, step)` stands for what happens to the
+value `h`: sow it, perturb it, add something to it, or record it. `step` is the index of the
+iteration (an int or a tuple), or None outside of any loop.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LENGTH = 3
+SIZE = 4
+
+
+class Program(NamedTuple):
+    fn: Callable[..., Any]  # (x, site) -> a vector
+    loops: tuple[int, ...]  # around the site
+    values: Callable[[Any], Any]  # x -> what the site holds, with loop axes in front
+
+
+def _h(x):
+    return jnp.sin(x) * x
+
+
+def _once(x):
+    return _h(x)
+
+
+def _steps(x):
+    """The values in a loop of `x -> x * h(x) / 2 + step`, as `_body` computes them."""
+    values = []
+    for step in range(LENGTH):
+        h = _h(x)
+        values.append(h)
+        x = x * h / 2 + step
+    return jnp.stack(values)
+
+
+def _body(x, step, site):
+    return x * site(_h(x), step) / 2 + jnp.asarray(step, x.dtype)
+
+
+def plain(x, site):
+    return x * site(_h(x), None)
+
+
+def jit(x, site):
+    return jax.jit(lambda x: plain(x, site))(x)
+
+
+def jit_in_jit(x, site):
+    return jax.jit(lambda x: jax.jit(lambda x: plain(x, site))(x) + 1)(x)
+
+
+def remat(x, site):
+    return jax.checkpoint(lambda x: plain(x, site))(x)
+
+
+def remat_of_jit(x, site):
+    return jax.checkpoint(jax.jit(lambda x: plain(x, site)))(x)
+
+
+def cond(x, site):
+    return lax.cond(jnp.asarray(True), lambda x: plain(x, site), lambda x: plain(x, site), x)
+
+
+def switch(x, site):
+    branches = [lambda x: plain(x, site)] * 3
+    return lax.switch(jnp.asarray(1), branches, x)
+
+
+def platform(x, site):
+    return lax.platform_dependent(x, cpu=lambda x: plain(x, site), default=lambda x: plain(x, site))
+
+
+def custom_jvp(x, site):
+    fn = jax.custom_jvp(lambda x: plain(x, site))
+    fn.defjvp(lambda primals, tangents: jax.jvp(lambda x: plain(x, site), primals, tangents))
+    return fn(x)
+
+
+def custom_vjp(x, site):
+    fn = jax.custom_vjp(lambda x: plain(x, site))
+    fn.defvjp(lambda x: jax.vjp(lambda x: plain(x, site), x), lambda vjp, ct: vjp(ct))
+    return fn(x)
+
+
+def scan(x, site, body=_body, wrap=lambda f: f, **options):
+    step = wrap(lambda x, i: (body(x, i, site), None))
+    return lax.scan(step, x, jnp.arange(LENGTH), **options)[0]
+
+
+def scan_unrolled(x, site):
+    return scan(x, site, unroll=2)
+
+
+def scan_of_remat(x, site):
+    return scan(x, site, wrap=jax.checkpoint)
+
+
+def scan_of_jit(x, site):
+    return scan(x, site, wrap=jax.jit)
+
+
+def remat_of_scan(x, site):
+    return jax.checkpoint(lambda x: scan(x, site))(x)
+
+
+def scan_of_cond(x, site):
+    def body(x, i, site):
+        return lax.cond(i >= 0, lambda x: _body(x, i, site), lambda x: _body(x, i, site), x)
+
+    return scan(x, site, body)
+
+
+def cond_of_scan(x, site):
+    return lax.cond(jnp.asarray(True), lambda x: scan(x, site), lambda x: scan(x, site), x)
+
+
+def fori(x, site):
+    return lax.fori_loop(0, LENGTH, lambda i, x: _body(x, i, site), x)
+
+
+def scan_of_scan(x, site):
+    def outer(x, i):
+        def inner(x, j):
+            return x * site(_h(x), (i, j)) / 2, None
+
+        return lax.scan(inner, x + jnp.asarray(i, x.dtype), jnp.arange(2))
+
+    return lax.scan(outer, x, jnp.arange(LENGTH))[0]
+
+
+def _nested_steps(x):
+    values = []
+    for i in range(LENGTH):
+        x = x + i
+        row = []
+        for _ in range(2):
+            h = _h(x)
+            row.append(h)
+            x = x * h / 2
+        values.append(jnp.stack(row))
+    return jnp.stack(values)
+
+
+_IN_NO_LOOP = [
+    plain,
+    jit,
+    jit_in_jit,
+    remat,
+    remat_of_jit,
+    cond,
+    switch,
+    platform,
+    custom_jvp,
+    custom_vjp,
+]
+_IN_A_LOOP = [
+    scan,
+    scan_unrolled,
+    scan_of_remat,
+    scan_of_jit,
+    remat_of_scan,
+    scan_of_cond,
+    cond_of_scan,
+    fori,
+]
+PROGRAMS = {
+    **{fn.__name__: Program(fn, (), _once) for fn in _IN_NO_LOOP},
+    **{fn.__name__: Program(fn, (LENGTH,), _steps) for fn in _IN_A_LOOP},
+    "scan_of_scan": Program(scan_of_scan, (LENGTH, 2), _nested_steps),
+}

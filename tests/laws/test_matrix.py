@@ -1,0 +1,178 @@
+"""Every structure under every transform of JAX: one record each, of the right value."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import harvest
+from tests.helpers import PROGRAMS, SIZE
+
+X = jnp.linspace(0.4, 1.3, SIZE)
+XS = jnp.linspace(-0.7, 0.9, 2 * SIZE).reshape(2, SIZE)
+
+
+def _total(f):
+    return lambda x: jnp.sum(f(x))
+
+
+class Transform(NamedTuple):
+    apply: Callable  # to a function from vectors to vectors
+    arg: jax.Array
+    reverse: int = 0  # how many cotangents of the site there are
+    forward: bool = False  # uses forward mode, which a `custom_vjp` forbids
+
+
+TRANSFORMS = {
+    "none": Transform(lambda f: f, X),
+    "jit": Transform(jax.jit, X),
+    "grad": Transform(lambda f: jax.grad(_total(f)), X, 1),
+    "value_and_grad": Transform(lambda f: jax.value_and_grad(_total(f)), X, 1),
+    "jit_of_grad": Transform(lambda f: jax.jit(jax.grad(_total(f))), X, 1),
+    "grad_of_jit": Transform(lambda f: jax.grad(jax.jit(_total(f))), X, 1),
+    "jvp": Transform(lambda f: lambda x: jax.jvp(f, (x,), (x,)), X, forward=True),
+    "linearize": Transform(lambda f: lambda x: jax.linearize(f, x)[1](x), X, forward=True),
+    "vjp": Transform(lambda f: lambda x: jax.vjp(f, x)[1](x), X, 1),
+    "vjp_primal": Transform(lambda f: lambda x: jax.vjp(f, x)[0], X),
+    "grad_of_remat": Transform(lambda f: jax.grad(_total(jax.checkpoint(f))), X, 1),
+    "vmap": Transform(jax.vmap, XS),
+    "vmap_axis_1": Transform(lambda f: jax.vmap(f, in_axes=1), XS.T),
+    "vmap_of_grad": Transform(lambda f: jax.vmap(jax.grad(_total(f))), XS, 1),
+    "grad_of_vmap": Transform(lambda f: jax.grad(_total(jax.vmap(f))), XS, 1),
+    "grad_of_grad": Transform(lambda f: jax.grad(_total(jax.grad(_total(f)))), X, 2),
+    "hessian": Transform(lambda f: jax.hessian(_total(f)), X, 1),
+}
+
+
+def _bare(h, step):
+    harvest.sow(h, name="h")
+    return h
+
+
+def _used(h, step):
+    return harvest.sow(h, name="h")
+
+
+def _perturbed(h, step):
+    return harvest.perturb(h, name="h")
+
+
+def _plain(h, step):
+    return h
+
+
+@pytest.fixture
+def remat3(request):
+    before = jax.config.jax_remat3
+    jax.config.update("jax_remat3", request.param)
+    yield request.param
+    jax.config.update("jax_remat3", before)
+
+
+def cases(transforms) -> list:
+    """Every program under every transform; under both implementations of remat if it has one."""
+    return [
+        pytest.param(program, transform, remat3, id=f"{program}-{transform}-{remat3}")
+        for program in PROGRAMS
+        for transform in transforms
+        for remat3 in ([False, True] if "remat" in program + transform else [False])
+    ]
+
+
+def _forbidden(program, transform):
+    return program == "custom_vjp" and TRANSFORMS[transform].forward
+
+
+def _runs_rules_twice(program, transform, remat3):
+    """Under jax_remat3 the rules of custom derivatives are part of the recomputation."""
+    return remat3 and program.startswith("custom") and transform == "grad_of_remat"
+
+
+def _values(program, transform):
+    values = PROGRAMS[program].values
+    if TRANSFORMS[transform].arg.ndim == 1:
+        return values(X)
+    return jnp.stack([values(x) for x in XS], axis=len(PROGRAMS[program].loops))
+
+
+@pytest.mark.parametrize("site", [_bare, _used])
+@pytest.mark.parametrize("program, transform, remat3", cases(TRANSFORMS), indirect=["remat3"])
+def test_a_sow_is_collected_once(program, transform, site, remat3):
+    fn = PROGRAMS[program].fn
+    apply, arg, *_ = TRANSFORMS[transform]
+    sown = apply(lambda x: fn(x, site))
+    if _forbidden(program, transform):
+        with pytest.raises(TypeError, match="custom_vjp"):
+            harvest.capture(sown)(arg)
+        return
+    out, collected = harvest.capture(sown)(arg)
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6),
+        out,
+        apply(lambda x: fn(x, _plain))(arg),
+    )
+    assert list(collected) == ["h"]
+    records = 2 if _runs_rules_twice(program, transform, remat3) else 1
+    assert len(collected["h"]) == records
+    for value in collected["h"]:
+        np.testing.assert_allclose(value, _values(program, transform), rtol=1e-5)
+
+
+def _with_added(fn, eps):
+    """The program with `eps` added at the site, in plain JAX."""
+    return lambda x: fn(x, lambda h, step: h + (eps if step is None else eps[step]))
+
+
+@pytest.mark.parametrize(
+    "program, transform, remat3",
+    cases([t for t in TRANSFORMS if TRANSFORMS[t].reverse < 2]),
+    indirect=["remat3"],
+)
+def test_a_cotangent_is_collected_once(program, transform, remat3):
+    fn, loops, _ = PROGRAMS[program]
+    apply, arg, reverse, _ = TRANSFORMS[transform]
+    if _forbidden(program, transform):
+        return
+    _, collected = harvest.capture(apply(lambda x: fn(x, _perturbed)))(arg)
+    if not reverse:
+        assert collected == {}
+        return
+    seed = X if transform == "vjp" else jnp.ones(SIZE)
+
+    # JAX differentiates no custom rule with respect to what its function closes over.
+    added = PROGRAMS["plain"].fn if program.startswith("custom") else fn
+
+    def cotangent(x):
+        eps = jnp.zeros((*loops, SIZE))
+        return jax.vjp(lambda eps: _with_added(added, eps)(x), eps)[1](seed)[0]
+
+    if transform == "hessian":  # `jacrev` maps the backward pass over its one output
+        want = jnp.stack([cotangent(X)], axis=len(loops))
+    elif arg.ndim == 1:
+        want = cotangent(arg)
+    else:
+        want = jnp.stack([cotangent(x) for x in arg], axis=len(loops))
+    assert list(collected) == ["h"] and len(collected["h"]) == 1
+    np.testing.assert_allclose(collected["h"][0], want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("remat3", [False, True], indirect=True)
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if not p.startswith("custom")])
+def test_cotangents_of_second_order_are_records_of_their_own(program, remat3):
+    fn, loops, _ = PROGRAMS[program]
+    eps = jnp.zeros((*loops, SIZE))
+    first = jax.grad(lambda eps: jnp.sum(_with_added(fn, eps)(X)))(eps)
+    second = jax.grad(lambda eps: jnp.sum(jax.grad(_total(_with_added(fn, eps)))(X)))(eps)
+
+    inner = _total(jax.grad(_total(lambda x: fn(x, _perturbed))))
+    _, collected = harvest.capture(jax.grad(inner))(X)
+    # The cotangent of the inner backward pass; and that of the outer one, in two records where
+    # `checkpoint` evaluates the site twice.
+    records = collected["h"]
+    (k,) = (k for k, ct in enumerate(records) if np.allclose(ct, first, rtol=1e-4, atol=1e-6))
+    others = [ct for other, ct in enumerate(records) if other != k]
+    assert len(others) in (1, 2)
+    np.testing.assert_allclose(sum(others), second, rtol=1e-4, atol=1e-6)

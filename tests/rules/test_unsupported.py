@@ -1,0 +1,209 @@
+"""A wanted site in a primitive that cannot be opened is an error; any other leaves it alone."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental import pallas as pl
+from jax.experimental.hijax import HiPrim
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import PartitionSpec
+
+from harvest import UnsupportedError, add, capture, plant, reap, sites, sow
+
+
+def inside(x):
+    return sow(x, name="inside")
+
+
+LINE = f"test_unsupported.py:{inside.__code__.co_firstlineno + 1}"
+
+
+def in_while_body(x):
+    return lax.while_loop(lambda x: jnp.sum(x) < 100, lambda x: inside(2 * x), x)
+
+
+def in_while_condition(x):
+    return lax.while_loop(lambda x: jnp.sum(inside(x)) < 100, lambda x: 2 * x, x)
+
+
+def in_dynamic_fori_loop(x):
+    trips = jnp.sum(x).astype(int)
+    return lax.fori_loop(0, trips, lambda i, x: inside(2 * x), x)
+
+
+def in_pallas_call(x):
+    def kernel(x_ref, out_ref):
+        out_ref[...] = inside(2 * x_ref[...])
+
+    return pl.pallas_call(kernel, out_shape=jax.typeof(x), interpret=True)(x)
+
+
+def in_custom_linear_solve(x):
+    return lax.custom_linear_solve(
+        lambda v: inside(2 * v), x, lambda matvec, b: b / 2, symmetric=True
+    )
+
+
+def in_shard_map(x):
+    mesh = jax.make_mesh((2,), ("i",))
+    spec = PartitionSpec("i")
+    return jax.shard_map(lambda x: inside(2 * x), mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
+def in_custom_vmap(x):
+    f = custom_vmap(lambda x: inside(2 * x))
+    f.def_vmap(lambda size, batched, x: (2 * x, batched[0]))
+    return f(x)
+
+
+def in_reduce(x):
+    return lax.reduce(x, jnp.float32(0), lambda a, b: inside(a + b), (0,))
+
+
+class Doubling(HiPrim):
+    def __init__(self, aval):
+        self.in_avals = (aval,)
+        self.out_aval = aval
+        self.params = {}
+        super().__init__()
+
+    def expand(self, x):
+        return inside(2 * x)
+
+
+def in_hi_prim(x):
+    return Doubling(jax.typeof(x))(x)
+
+
+@jax.custom_vjp
+def optimized(x):
+    return 2 * x
+
+
+optimized.defvjp(lambda x: (inside(2 * x), None), lambda _, ct: (2 * ct,), optimize_remat=True)
+
+
+def in_optimized_fwd_rule(x):
+    return jax.vjp(optimized, x)[0]
+
+
+PROGRAMS = {
+    in_while_body: "while",
+    in_while_condition: "while",
+    in_dynamic_fori_loop: "while",
+    in_pallas_call: "pallas_call",
+    in_custom_linear_solve: "custom_linear_solve",
+    in_shard_map: "shard_map",
+    in_custom_vmap: "custom_vmap_call",
+    in_reduce: "reduce",
+    in_hi_prim: "Doubling",
+    in_optimized_fwd_rule: "remat_opt",
+}
+AROUND = {
+    "itself": lambda f: f,
+    "jit": jax.jit,
+    "scan": lambda f: lambda x: lax.map(f, x[None])[0],
+    "cond": lambda f: lambda x: lax.cond(x[0] > 0, f, f, x),
+    "checkpoint": jax.checkpoint,
+}
+X = jnp.array([1.0, 2.0, 3.0, 4.0])
+
+
+def whole(f, x):
+    """A program with `f` between two sites that can be reached."""
+    x = sow(x + 1, name="before")
+    return sow(jnp.sum(f(x)), name="after")
+
+
+TRANSFORMS = {
+    "reap": lambda f: reap(f),
+    "reap key": lambda f: reap(f, ["before", "inside"]),
+    "capture": lambda f: capture(f),
+    "plant": lambda f: plant(f, {"inside": jnp.negative}),
+    "plant glob": lambda f: plant(f, {"*": jnp.negative}),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("f", PROGRAMS)
+def test_a_wanted_site_is_an_error_that_names_it(f, transform):
+    message = rf"'inside' \(sown at .*{re.escape(LINE)}\) is inside `{PROGRAMS[f]}`"
+    with pytest.raises(UnsupportedError, match=message):
+        TRANSFORMS[transform](functools.partial(whole, f))(X)
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("f", [in_while_body, in_pallas_call, in_shard_map])
+def test_it_is_found_in_other_structures(f, around):
+    message = rf"'inside' \(sown at .*{re.escape(LINE)}\) is inside `{PROGRAMS[f]}`"
+    with pytest.raises(UnsupportedError, match=message):
+        reap(functools.partial(whole, AROUND[around](f)))(X)
+
+
+@pytest.mark.parametrize("f", PROGRAMS)
+def test_the_program_runs_untouched_where_the_site_is_not_wanted(f):
+    program = functools.partial(whole, f)
+    out = program(X)
+    assert np.isfinite(out)
+    acts = reap(program, ["before", "after"])(X)
+    np.testing.assert_array_equal(acts["before"], X + 1)
+    np.testing.assert_array_equal(acts["after"], out)
+    np.testing.assert_array_equal(capture(program, "after")(X)[0], out)
+    np.testing.assert_array_equal(plant(program, {"after": jnp.float32(3)})(X), 3)
+    np.testing.assert_array_equal(plant(program, {"before": add(1.0)})(X), program(X + 1))
+
+
+@pytest.mark.parametrize("f", PROGRAMS)
+def test_the_primitive_stays_in_the_program(f):
+    program = functools.partial(whole, f)
+    primitives = lambda f: [eqn.primitive.name for eqn in jax.make_jaxpr(f)(X).eqns]
+    hidden = [name for name in primitives(program) if name not in ("Tag", "Mark")]
+    kept = primitives(capture(program, ["before", "after"]))
+    assert [name for name in kept if name not in ("Tag", "Mark")] == hidden
+
+
+@pytest.mark.parametrize("f", PROGRAMS)
+def test_the_table_lists_it(f):
+    table = sites(functools.partial(whole, f))(X)
+    assert {site.key for site in table} == {"before", "inside", "after"}
+    assert table["inside"].source.endswith(LINE)
+
+
+def test_the_message_says_what_to_do():
+    with pytest.raises(UnsupportedError, match="use `lax.scan` or a `fori_loop` with static bounds"):
+        reap(in_while_body)(X)
+    with pytest.raises(UnsupportedError, match="sow its inputs or outputs instead"):
+        reap(in_pallas_call)(X)
+
+
+@pytest.mark.parametrize("flag", ["jax_custom_jvp3", "jax_custom_vjp3"])
+def test_custom_derivatives_as_hi_primitives_are_collected_or_refused(flag):
+    kind = flag.removeprefix("jax_").removesuffix("3")
+    before = getattr(jax.config, flag)
+    jax.config.update(flag, True)
+    try:
+        f = getattr(jax, kind)(lambda x: inside(2 * x))
+        if kind == "custom_jvp":
+            f.defjvp(lambda primals, tangents: (f(*primals), 2 * tangents[0]))
+        else:
+            f.defvjp(lambda x: (f(x), None), lambda _, ct: (2 * ct,))
+        with pytest.raises(UnsupportedError, match=rf"'inside' \(sown at .*{re.escape(LINE)}\)"):
+            reap(f)(X)
+    finally:
+        jax.config.update(flag, before)
+
+
+def test_metadata_contexts_keep_sites_reachable():
+    def f(x):
+        with set_xla_metadata(kind="marked"):
+            x = inside(2 * x)
+        return x + 1
+
+    np.testing.assert_array_equal(reap(f)(X)["inside"], 2 * X)
+    assert 'kind = "marked"' in jax.jit(capture(f)).lower(X).as_text()
