@@ -10,6 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+# Runtime type checkers do not take an `int` for a `float`.
+type Number = int | float
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -26,7 +29,7 @@ class Report:
             yield
         self.console.print(f"{what} [dim]({time.perf_counter() - start:.1f} s)")
 
-    def expect(self, what: str, measured: float, low: float, high: float, because: str) -> None:
+    def expect(self, what: str, measured: Number, low: Number, high: Number, because: str) -> None:
         """Adds a row to the table.
 
         **Arguments:**
@@ -37,7 +40,7 @@ class Report:
         - `because`: where the expectation comes from.
         """
         ok = low <= measured <= high
-        self.rows.append((what, f"{measured:.4g}", _interval(low, high), because, bool(ok)))
+        self.rows.append((what, f"{measured:.4g}", _interval(low, high), because, ok))
 
     def finish(self) -> None:
         """Prints the table.
@@ -55,7 +58,7 @@ class Report:
             raise SystemExit(f"Not as expected: {', '.join(wrong)}.")
 
 
-def _interval(low: float, high: float) -> str:
+def _interval(low: Number, high: Number) -> str:
     if low == high:
         return f"{low:.4g}"
     if math.isinf(high):

@@ -1,9 +1,7 @@
 """Make any value inside a JAX program visible and replaceable by name."""
 
-import os as _os
 from importlib.metadata import version as _version
 
-import jaxtyping as _jaxtyping
 from jax.extend import source_info_util as _source_info_util
 
 from . import _rules as _rules
@@ -16,6 +14,7 @@ from ._edits import indexed as indexed
 from ._edits import replace as replace
 from ._edits import scale as scale
 from ._edits import zero as zero
+from ._errors import NOT_THE_USER as _NOT_THE_USER
 from ._errors import DuplicateSiteError as DuplicateSiteError
 from ._errors import HarvestError as HarvestError
 from ._errors import HarvestWarning as HarvestWarning
@@ -39,11 +38,8 @@ from ._sow import sow as sow
 
 __version__ = _version("jax-harvest")
 
-# So that "the user's line", in our messages and in JAX's, is never a line of this package, or of
-# the wrappers that jaxtyping and beartype put around functions.
-for _folder in (__path__[0], _jaxtyping.__path__[0]):
-    _source_info_util.register_exclusion(_folder + _os.sep)
-_source_info_util.register_exclusion("<@beartype")
+for _prefix in _NOT_THE_USER:
+    _source_info_util.register_exclusion(_prefix)
 
 __all__ = [
     "Axis",

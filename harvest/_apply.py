@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from . import _compat
 from ._edits import Context, Edit, Loop
@@ -20,12 +19,20 @@ def apply_edit(
     """The leaves of the edited value, of the types of `leaves`."""
     structure = tag.label.structure
     fronted = _compat.axes_to_front(leaves, tag.positions)
-    context = Context(loops, lambda fn: _mapped(fn, tag, where))
+    avals = [jax.typeof(x) for x in fronted]
+
+    def fitted(value: Any) -> list[Any]:
+        return fit(value, structure, avals, where)
+
+    context = Context(
+        loops,
+        mapped=lambda fn: _mapped(fn, tag, where),
+        fitted=lambda value: structure.unflatten(fitted(value)),
+    )
     try:
-        edited = edit.apply(structure.unflatten(fronted), context)
+        new = fitted(edit.apply(structure.unflatten(fronted), context))
     except PlantError as error:
         raise _located(error, where) from None
-    new = fit(edited, structure, [jax.typeof(x) for x in fronted], where)
     return _compat.axes_from_front(new, tag.positions)
 
 
@@ -46,7 +53,15 @@ def _mapped(fn: Callable[[Any], Any], tag: Tag, where: str) -> Callable[[Any], A
 
     def mapped(value: Any) -> Any:
         leaves, _ = Structure.flatten(value, is_array)
-        return structure.unflatten(flat(*leaves))
+        try:
+            return structure.unflatten(flat(*leaves))
+        except ValueError as error:
+            if "out_axes" not in str(error):
+                raise
+            raise PlantError(
+                f"an edit under `vmap` made a leaf depend on the example that is the same for all "
+                f"examples in {where}; plant inside the `vmap`: `jax.vmap(plant(f, ...))`"
+            ) from error
 
     return mapped
 
@@ -76,35 +91,32 @@ def fit(value: Any, structure: Structure, avals: Sequence[Any], where: str) -> l
 def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str) -> Any:
     if _compat.is_hi(leaf) or not hasattr(wanted, "shape"):
         if not _compat.is_hi(leaf) or jax.typeof(leaf) != wanted:
-            raise PlantError(f"got {_describe(leaf)}{at}, wanted {wanted}, for {where}")
+            raise PlantError(f"got {_compat.describe(leaf)}{at}, wanted {wanted}, for {where}")
         return leaf
     if not is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
         raise PlantError(
             f"got a `{type(leaf).__name__}`{at}, wanted {_compat.short(wanted)}, for {where}"
         )
     got = jax.typeof(jnp.asarray(leaf))
-    weak = got.weak_type and jnp.issubdtype(wanted.dtype, jnp.generic)
-    fits = (
-        jnp.result_type(leaf, jax.ShapeDtypeStruct((), wanted.dtype)) == wanted.dtype
-        if weak
-        else got.dtype == wanted.dtype
-    )
+    weak = got.weak_type
+    fits = got.dtype == wanted.dtype or (weak and _promotes(got.dtype, wanted.dtype))
     if got.shape != wanted.shape or not fits:
-        hint = "" if got.shape != wanted.shape else f"; cast it with `.astype({wanted.dtype})`"
+        extended = jnp.issubdtype(wanted.dtype, jax.dtypes.extended)
+        can_cast = got.shape == wanted.shape and not extended
+        hint = f"; cast it with `.astype({str(wanted.dtype)!r})`" if can_cast else ""
         raise PlantError(
             f"got {_compat.short(got)}{at}, wanted {_compat.short(wanted)}, for {where}{hint}"
         )
-    leaf = jnp.asarray(leaf)
-    if weak or got.weak_type:
-        leaf = lax.convert_element_type(leaf, wanted.dtype)
-    return _compat.vary_like(leaf, wanted)
+    if weak:
+        leaf = jnp.asarray(leaf, wanted.dtype)
+    return _compat.vary_like(_compat.like_weak(jnp.asarray(leaf), wanted), wanted)
 
 
-def _describe(leaf: Any) -> str:
-    try:
-        return str(jax.typeof(leaf))
-    except TypeError:
-        return f"a `{type(leaf).__name__}`"
+def _promotes(weak: Any, dtype: Any) -> bool:
+    """Whether a Python number of one dtype can stand where another is wanted."""
+    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
+    rank = [[jnp.issubdtype(d, kind) for kind in kinds] for d in (weak, dtype)]
+    return all(map(any, rank)) and rank[0].index(True) <= rank[1].index(True)
 
 
 def _located(error: PlantError, where: str) -> PlantError:

@@ -7,7 +7,7 @@ an equation, a name stack or the kind of a trace.
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import hijax
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, get_opaque_trace_state
+from jax.extend.core import Jaxpr, JaxprEqn, get_opaque_trace_state, primitives
 
 with jax.ensure_compile_time_eval():
     # Taken inside the context, so that importing harvest while tracing is harmless.
@@ -111,13 +111,31 @@ def equation_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:
 def bind(eqn: JaxprEqn, invals: Sequence[Any]) -> list[Any]:
     """Evaluate one equation as it stands, as `jax.core.eval_jaxpr` does."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    try:
-        with equation_context(eqn):
-            out = eqn.primitive.bind(*invals, **params)
-    except FloatingPointError as error:  # jax_debug_nans, jax_debug_infs
-        error.add_note(f"harvest: in `{eqn.primitive.name}`, at {source_of(eqn)}")
-        raise
+    with equation_context(eqn):
+        out = eqn.primitive.bind(*invals, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextmanager
+def locating_nans(eqn: JaxprEqn) -> Iterator[None]:
+    """Add the user's line to what `jax_debug_nans` and `jax_debug_infs` raise."""
+    try:
+        yield
+    except FloatingPointError as error:
+        if not any(note.startswith("harvest:") for note in getattr(error, "__notes__", ())):
+            error.add_note(f"harvest: in `{primitive_name(eqn)}`, at {source_of(eqn)}")
+        raise
+
+
+def checks_operations() -> bool:
+    """Whether JAX is to look for NaNs operation by operation.
+
+    It then runs a jitted function again without `jit`, and we evaluate each equation. An inner
+    `jit` must be opened as well: bound as it stands it would raise an error that is private to
+    JAX.
+    """
+    wanted = jax.config.jax_debug_nans or jax.config.jax_debug_infs  # pyright: ignore
+    return wanted and not tracing()
 
 
 def hi_prim(eqn: JaxprEqn) -> Any:
@@ -252,7 +270,11 @@ def moved(aval: Any, positions: tuple[int | None, ...]) -> Any:
         return aval
     axes = [axis for axis in positions if axis is not None]
     rest = [size for axis, size in enumerate(aval.shape) if axis not in axes]
-    return jax.ShapeDtypeStruct((*(aval.shape[axis] for axis in axes), *rest), aval.dtype)
+    return _with_shape(aval, (*(aval.shape[axis] for axis in axes), *rest))
+
+
+def _with_shape(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def axes_to_front(leaves: Sequence[Any], positions: Positions) -> list[Any]:
@@ -277,7 +299,7 @@ def stacked(aval: Any, length: int) -> Any:
     """The type of `length` values of type `aval`, stacked on a new leading axis."""
     if not hasattr(aval, "shape"):
         return aval.inc_rank(length, aval.leading_axis_spec())
-    return jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype)
+    return _with_shape(aval, (length, *aval.shape))
 
 
 def vary_like(value: Any, aval: Any) -> Any:
@@ -289,10 +311,28 @@ def vary_like(value: Any, aval: Any) -> Any:
 
 
 def same_types(a: Any, b: Any) -> bool:
-    """Whether two trees of avals, as `moved` and `stacked` make them, are the same."""
+    """Whether two trees of avals are the same, but for weak types, which a `cond` promotes."""
+
+    def same(x: Any, y: Any) -> bool:
+        if not hasattr(x, "shape") or not hasattr(y, "shape"):
+            return x == y
+        return x.shape == y.shape and x.dtype == y.dtype
+
     if jax.tree.structure(a) != jax.tree.structure(b):
         return False
-    return all(x == y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return all(map(same, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+def like_weak(value: jax.Array, aval: Any) -> jax.Array:
+    """`value` with a weak type if `aval` has one, and else without.
+
+    `lax.convert_element_type` only makes types strong, hence the primitive.
+    """
+    if jax.typeof(value).weak_type == aval.weak_type:
+        return value
+    return primitives.convert_element_type_p.bind(
+        value, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None
+    )
 
 
 def dropped(aval: Any, axes: int) -> Any:
@@ -301,13 +341,22 @@ def dropped(aval: Any, axes: int) -> Any:
         for _ in range(axes):
             aval = aval.dec_rank(None, aval.leading_axis_spec())
         return aval
-    return jax.ShapeDtypeStruct(aval.shape[axes:], aval.dtype)
+    return _with_shape(aval, aval.shape[axes:])
 
 
 def unbatched(aval: Any, positions: tuple[int | None, ...]) -> Any:
     """The type of one example of a batch."""
     batch = [axis for axis in positions if axis is not None]
     return dropped(moved(aval, positions), len(batch)) if hasattr(aval, "shape") else aval
+
+
+def describe(value: Any) -> str:
+    """What a value is: `f32[12,128]`, or the name of its class."""
+    try:
+        aval = jax.typeof(value)
+    except TypeError:
+        return f"a `{type(value).__name__}`"
+    return short(aval) if hasattr(aval, "shape") else str(aval)
 
 
 def short(aval: Any) -> str:

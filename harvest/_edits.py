@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ._errors import PlantError
 from ._structure import is_array, is_traced
@@ -24,6 +25,7 @@ class Context(NamedTuple):
 
     loops: tuple[Loop, ...]  # outermost first
     mapped: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]  # `vmap` over the batch axes
+    fitted: Callable[[Any], Any]  # the edited value, checked to be of the type of the site
 
 
 class Edit(eqx.Module):
@@ -121,11 +123,18 @@ class At(Edit):
         chosen = jnp.asarray(True)
         for index, loop in zip(_per_loop(self.index), context.loops, strict=True):
             chosen = chosen & _chosen(index, loop)
-        return jax.tree.map(
-            lambda new, old: jnp.where(chosen, new, old) if is_array(old) else old,
-            self.edit.apply(value, context),
-            value,
-        )
+        if _is_cheap(self.edit):
+            edited = context.fitted(self.edit.apply(value, context))
+            return _where(chosen, edited, value)
+        # Run the user's function only where it is wanted: it may be large, and where it is not
+        # finite a `where` would let NaNs into the gradient.
+        arrays, rest = eqx.partition(value, is_array)
+
+        def edited_arrays(arrays):
+            new = self.edit.apply(eqx.combine(arrays, rest), context)
+            return eqx.filter(context.fitted(new), is_array)
+
+        return eqx.combine(lax.cond(chosen, edited_arrays, lambda arrays: arrays, arrays), rest)
 
     def check(self, loops):
         indices = _per_loop(self.index)
@@ -243,7 +252,7 @@ def add(value: Any) -> Edit:
 
     An edit for [`harvest.plant`][].
     """
-    return Add(value)
+    return Add(_checked_operand(value, "add"))
 
 
 def scale(factor: Any) -> Edit:
@@ -269,7 +278,7 @@ def scale(factor: Any) -> Edit:
 
     An edit for [`harvest.plant`][].
     """
-    return Scale(factor)
+    return Scale(_checked_operand(factor, "scale"))
 
 
 def zero() -> Edit:
@@ -431,6 +440,16 @@ def chain(*edits: Any) -> Edit:
 # -------------------------------------------------------------------------------- details
 
 
+def _is_cheap(edit: Edit) -> bool:
+    """Whether an edit runs no function of the user's."""
+    nodes = jax.tree.leaves(edit, is_leaf=lambda node: isinstance(node, Call | Indexed))
+    return not any(isinstance(node, Call | Indexed) for node in nodes)
+
+
+def _where(chosen: Any, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda n, o: jnp.where(chosen, n, o) if is_array(o) else o, new, old)
+
+
 def _index(index: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(map(_index, index))
@@ -486,10 +505,20 @@ def _chosen(index: Any, loop: Loop) -> Any:
     return jnp.any(jnp.where(index < 0, index + length, index) == i)
 
 
+def _checked_operand(operand: Any, name: str) -> Any:
+    is_leaf = jax.tree_util.all_leaves([operand])
+    if is_leaf and not is_traced(operand) and not isinstance(operand, int):
+        raise PlantError(
+            f"`{name}` got {operand!r} of type `{type(operand).__name__}`; wanted a number, an "
+            "array, or a pytree of these like the value of the site"
+        )
+    return operand
+
+
 def _leafwise(op: Callable[[Any, Any], Any], value: Any, operand: Any) -> Any:
     """`op` with one operand for all arrays of `value`, or with one for each."""
     if jax.tree.structure(operand) != jax.tree.structure(value):
-        if not is_traced(operand) and not isinstance(operand, int):
+        if not jax.tree_util.all_leaves([operand]):
             raise PlantError(
                 f"got an operand of structure {jax.tree.structure(operand)} for a value of "
                 f"structure {jax.tree.structure(value)}; wanted the same, or one array"
@@ -501,6 +530,8 @@ def _leafwise(op: Callable[[Any, Any], Any], value: Any, operand: Any) -> Any:
 def _operand(operand: Any, like: Any) -> Any:
     """`operand` with the shape and dtype of `like`."""
     operand = jnp.asarray(operand)
+    if jnp.issubdtype(like.dtype, jax.dtypes.extended):
+        raise PlantError(f"got arithmetic for a value of type {_short(like)}, which has none")
     if not jnp.can_cast(operand.dtype, like.dtype, "same_kind") and not (
         jnp.issubdtype(operand.dtype, jnp.floating) and jnp.issubdtype(like.dtype, jnp.inexact)
     ):

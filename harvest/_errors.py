@@ -4,7 +4,11 @@ Every message says what was got, what was wanted and what to do, and names the u
 """
 
 import difflib
+import os
+import warnings
 from collections.abc import Iterable
+
+import jaxtyping
 
 
 class HarvestError(Exception):
@@ -152,6 +156,20 @@ class HarvestWarning(UserWarning):
         assert caught[0].category is harvest.HarvestWarning
         ```
     """
+
+
+# Whose lines are never "the user's": this package, and the wrappers that jaxtyping and beartype
+# put around functions.
+NOT_THE_USER = (
+    os.path.dirname(__file__) + os.sep,
+    os.path.dirname(jaxtyping.__file__) + os.sep,
+    "<@beartype",
+)
+
+
+def warn(message: str) -> None:
+    """Warn at the user's line."""
+    warnings.warn(message, HarvestWarning, skip_file_prefixes=NOT_THE_USER)
 
 
 def nearest(key: str, keys: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from . import _compat
 from ._apply import apply_edit
 from ._edits import Edit, Loop
 from ._markers import Mark, Tag
-from ._rule import Entry, rule_for
+from ._rule import Entry, Rule, rule_for
 from ._walk import Walk
 
 
@@ -111,10 +111,15 @@ class Replay:
     def _evaluate(self, eqn: JaxprEqn, invals: list[Any], inside: Inside) -> Result:
         rule = rule_for(eqn)
         opened = any(inside.actions)
-        if not self.effects and rule is not None and eqn.effects:
-            opened = True  # to leave out the effects inside
-        if not opened:
-            return Result(_compat.bind(eqn, invals), [])
+        if rule is not None and not opened:
+            # Also to leave out the effects inside, or to see where a NaN is made.
+            opened = _compat.checks_operations() or (not self.effects and bool(eqn.effects))
+        with _compat.locating_nans(eqn):
+            if not opened:
+                return Result(_compat.bind(eqn, invals), [])
+            return self._open(eqn, invals, inside, rule)
+
+    def _open(self, eqn: JaxprEqn, invals: list[Any], inside: Inside, rule: Rule | None) -> Result:
         marker = _compat.hi_prim(eqn)
         with _compat.equation_context(eqn):
             if isinstance(marker, Mark):

@@ -77,13 +77,15 @@ def plan_plants(entries: Sequence[Entry], plants: Sequence[tuple[Any, Any]], mod
                 "a key stands for a single site"
             )
         mine = [row for row in rows if matches(select, row[2], keys)]
-        for (position, entry, _), edit in zip(mine, _edits(plant, mine, sown, mode), strict=True):
+        for position, entry, _ in mine:
             _check_open(entry, "plant")
             if position in chosen:
                 raise PlantError(
                     f"`plants`: both {chosen[position][0]!r} and {select!r} reach "
                     f"{entry.describe()}; put them into one edit with `harvest.chain`"
                 )
+        edits = _edits(plant, mine, _occurrences(mine, rows, sown), mode)
+        for (position, _, _), edit in zip(mine, edits, strict=True):
             chosen[position] = (select, edit)
     planted = [(p, edit) for p, (_, edit) in sorted(chosen.items()) if edit is not None]
     actions: list[Action | None] = [None] * len(entries)
@@ -100,36 +102,44 @@ def _is_edit(plant: Any) -> bool:
     return isinstance(plant, Edit) or callable(plant)
 
 
-def _edits(plant: Any, rows: Sequence, sown: Sequence, mode: Mode) -> list[Edit | None]:
-    """The edit for each of the sites that one item of `plants` reaches."""
-    if _is_edit(plant):
-        if mode == "strict" and rows:
-            _check_unique(_marks(rows, sown), "plant")
-        edit = as_edit(plant)
-        return [_prepared(edit, entry) for _, entry, _ in rows]
-    if mode == "strict":
-        _check_unique(_marks(rows, sown), "plant")
-        # Rematerialisation evaluates a site again: it is replaced by the same value.
-        return [_prepared(Replace(plant), entry, mode) for _, entry, _ in rows]
-    return _appended(plant, rows, sown)
+Row = tuple[int, Entry, Site]
 
 
-def _marks(rows: Sequence, sown: Sequence) -> list[Entry]:
-    """The sown occurrences of the keys of `rows`.
+def _occurrences(mine: Sequence[Row], rows: Sequence[Row], sown: Sequence[Row]) -> list[Entry]:
+    """The occurrences that the chosen tags stand for.
 
-    If an inner `reap` has consumed them, the tags stand for themselves.
+    One for each; unless `jax.checkpoint` evaluates a site again in a backward pass, where it does
+    not sow again: then there are more tags of a key than marks. (An inner `reap` has consumed its
+    marks; the tags stand for themselves.)
     """
-    keys = {site.key for _, _, site in rows}
-    marks = [entry for _, entry, site in sown if site.key in keys]
-    return marks or [entry for _, entry, _ in rows]
+    tags = collections.Counter(site.key for _, _, site in rows)
+    marks = collections.Counter(site.key for _, _, site in sown)
+    repeated = {key for key, count in marks.items() if tags[key] > count}
+    chosen = {site.key for _, _, site in mine}
+    return [
+        *(entry for _, entry, site in mine if site.key not in repeated),
+        *(entry for _, entry, site in sown if site.key in repeated & chosen),
+    ]
 
 
-def _appended(plant: Any, rows: Sequence, sown: Sequence) -> list[Edit | None]:
+def _edits(
+    plant: Any, rows: Sequence[Row], occurrences: Sequence[Entry], mode: Mode
+) -> list[Edit | None]:
+    """The edit for each of the sites that one item of `plants` reaches."""
+    if mode == "strict":
+        _check_unique(occurrences, "plant")
+    if _is_edit(plant):
+        return [_prepared(as_edit(plant), entry) for _, entry, _ in rows]
+    if mode == "strict":
+        return [_prepared(Replace(plant), entry, mode) for _, entry, _ in rows]
+    return _appended(plant, rows, occurrences)
+
+
+def _appended(plant: Any, rows: Sequence[Row], occurrences: Sequence[Entry]) -> list[Edit | None]:
     """One item of a tuple for each occurrence; None leaves an occurrence alone."""
     _, first, site = rows[0]
-    occurrences = _marks(rows, sown)
     if not isinstance(plant, tuple | list) or len(plant) != len(occurrences):
-        got = f"{len(plant)} items" if isinstance(plant, tuple | list) else f"{type(plant)}"
+        got = f"{len(plant)} items" if isinstance(plant, tuple | list) else _compat.describe(plant)
         raise PlantError(
             f'`plant(..., mode="append")` got {got} for {first.describe()}, which occurs '
             f"{len(occurrences)} times; wanted a tuple of that many, with None where an "

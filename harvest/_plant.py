@@ -1,13 +1,18 @@
 """Replacing and editing: `plant`."""
 
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
+from ._edits import Edit
 from ._errors import PlantError
 from ._interpreter import Replay
 from ._plan import Mode, check_mode, plan_plants
 from ._select import check_select
-from ._stage import Transformed
+from ._stage import Transformed, trace_cached
 
 
 def plant(
@@ -65,6 +70,22 @@ def plant(
     return Plant(fn, plants, mode)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+    """A Python number that must not be traced: it may be a static leaf of what was sown."""
+
+    value: float | complex
+
+
+def _with_constants(plant: Any) -> Any:
+    """The numbers inside a planted pytree as constants; a number by itself is to be traced."""
+    if isinstance(plant, Edit | float | complex) or callable(plant):
+        return plant
+    return jax.tree.map(
+        lambda leaf: _Constant(leaf) if type(leaf) in (float, complex) else leaf, plant
+    )
+
+
 class Plant(Transformed):
     _dynamic = ("fn", "values")
     _static = ("keys", "mode")
@@ -78,12 +99,29 @@ class Plant(Transformed):
                 "keys to values or edits, as `reap` returns it"
             )
         self.keys = tuple(check_select(key, "plants") for key in plants)
-        self.values = tuple(plants.values())
+        self.values = tuple(map(_with_constants, plants.values()))
         self.mode: Mode = mode
+
+    def _resolved(self, args, kwargs):
+        if not any(isinstance(value, float | complex) for value in self.values):
+            return self
+        # Numbers are traced, but for a site that is itself a Python number they stay one.
+        program = trace_cached("plant", self.fn, args, kwargs)
+        entries = program.walk.entries(program.jaxpr)
+        static = {entry.key for entry in entries if not entry.marker.in_avals}
+        resolved = copy.copy(self)
+        resolved.values = tuple(
+            _Constant(value) if key in static and isinstance(value, float | complex) else value
+            for key, value in zip(self.keys, self.values, strict=True)
+        )
+        return resolved
 
     def _inline(self, args, kwargs, trace):
         program = trace("plant", self.fn, args, kwargs)
-        pairs = list(zip(self.keys, self.values, strict=True))
+        values = jax.tree.map(
+            lambda leaf: leaf.value if isinstance(leaf, _Constant) else leaf, self.values
+        )
+        pairs = list(zip(self.keys, values, strict=True))
         plan = plan_plants(program.walk.entries(program.jaxpr), pairs, self.mode)
         outs, _ = Replay(program.walk).run(
             program.jaxpr,

@@ -12,7 +12,7 @@ from ._errors import SelectError, UnknownSiteError, nearest
 from ._interpreter import Replay
 from ._plan import Mode, Plan, check_mode, plan_reads, sites_of
 from ._rule import CondSum, Entry
-from ._select import check_select, glob, is_static, matches
+from ._select import check_found, check_select, glob, is_static, matches
 from ._site import Sites
 from ._stage import Program, Transformed, trace_afresh, trace_cached
 from ._structure import Structure, is_traced
@@ -153,6 +153,7 @@ class _Reading(Transformed):
         program = trace_cached(self._what, self.fn, args, kwargs)
         table = sites_of(program.walk.entries(program.jaxpr))
         keys = frozenset(site.key for site in table)
+        check_found(self.select, keys, self._what)
         chosen = frozenset(
             (site.key, site.occurrence) for site in table if matches(self.select, site, keys)
         )

@@ -62,6 +62,8 @@ def sow(value: Any, *, name: str, spec: Any = None) -> Any:
                 f"`sow(..., name={name!r})` got a mutable `Ref` of type {jax.typeof(leaf)}"
                 f"{_at(path)}; a `Ref` has no value of its own: sow what it holds, `ref[...]`."
             )
+    if not _compat.tracing():
+        return value  # nobody can be listening
     leaves, structure = Structure.flatten(value, is_array)
     label = Label(name, "sow", structure, spec)
     return structure.unflatten(mark(leaves, label, ((),) * len(leaves)))
@@ -114,6 +116,8 @@ def perturb(value: Any, *, name: str, log: bool = False) -> Any:
     - [`harvest.SowError`][]: the name is empty, not a string or contains `/`.
     """
     _check_name(name, "perturb")
+    if not _compat.tracing():
+        return value
     leaves, treedef = jax.tree.flatten(value)
     differentiable = list(map(_is_differentiable, leaves))
     if not any(differentiable):

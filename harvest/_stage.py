@@ -17,7 +17,6 @@ import functools
 import inspect
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ import jax
 from jax.extend.core import Jaxpr
 
 from . import _compat
-from ._errors import HarvestError, HarvestWarning, UnsupportedError
+from ._errors import HarvestError, UnsupportedError, warn
 from ._structure import HOLE, Structure, is_array, is_traced
 from ._walk import Walk
 
@@ -107,7 +106,7 @@ class Transformed:
             raise error.with_traceback(None) from None
         value, notes = result
         for note in notes:
-            warnings.warn(note, HarvestWarning, stacklevel=2)
+            warn(note)
         return self._finish(value)
 
     def _finish(self, value: Any) -> Any:
@@ -330,13 +329,11 @@ def _count_identities(objects: list[Any]) -> None:
         alive.add(fn)
         _identities[code] = (count, alive)
         if count == _MANY_TRACES:
-            warnings.warn(
+            warn(
                 f"`{_name(obj)}` ({code.co_filename}:{code.co_firstlineno}) was traced {count} "
                 "times, each time as a new function object, since functions are told apart by "
                 "identity; define it once, or pass what changes as an array in a "
-                "`jax.tree_util.Partial` or an Equinox module",
-                HarvestWarning,
-                stacklevel=2,
+                "`jax.tree_util.Partial` or an Equinox module"
             )
 
 

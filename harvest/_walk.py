@@ -39,7 +39,7 @@ class Walk:
         scope = _compat.scope_of(eqn)
         marker = _compat.hi_prim(eqn)
         if isinstance(marker, Mark | Tag):
-            feeds = any(v in fed for v in eqn.outvars)
+            feeds = not eqn.outvars or any(v in fed for v in eqn.outvars)
             return [Entry.of(marker, _compat.source_of(eqn), scope, feeds)]
         if (rule := rule_for(eqn)) is not None:
             entries = rule.entries(eqn, self)

@@ -217,7 +217,7 @@ def test_the_lowered_program_is_the_same(around):
     def text(sow, perturb):
         def fn(x):
             sow(x, name="bare")
-            return perturb(sow(x**2, name="h"), name="g")
+            return sow(perturb(x, name="g") ** 2, name="h")
 
         return jax.jit(lambda x: AROUND[around](fn, x)).lower(X).as_text()
 

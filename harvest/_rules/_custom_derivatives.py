@@ -4,8 +4,10 @@ What is collected inside differentiates by ordinary autodiff. A body in which so
 is another function, of which the user's rule knows nothing: it is inlined.
 """
 
+import functools
+
 import jax
-import jax.numpy as jnp
+from jax.experimental.hijax import Zero
 
 from .. import _compat
 from .._rule import register_rule
@@ -69,13 +71,14 @@ class CustomVJP(_Custom):
 
         def bwd(residuals, cotangents):
             vjp_outs, vjp_reads, perturbed = residuals
-            outs, read = cotangents
-            result = vjp_outs(_instantiated(outs))
-            if not all(map(_compat.is_symbolic_zero, _leaves(read))):
-                also = vjp_reads(_instantiated(read))
-                result = [_add(a, b) for a, b in zip(result, also, strict=True)]
-            result = iter(result)
-            return tuple(next(result) if p else None for p in perturbed.value)
+            # Neither is asked where nothing is differentiated: a rule may make NaNs of zeros.
+            results = [
+                vjp(jax.tree.map(_as_zero, cts, is_leaf=_compat.is_symbolic_zero))
+                for vjp, cts in zip((vjp_outs, vjp_reads), cotangents, strict=True)
+                if not all(map(_compat.is_symbolic_zero, _leaves(cts)))
+            ]
+            totals = iter([functools.reduce(_add, cts) for cts in zip(*results, strict=True)])
+            return tuple(next(totals, None) if p else None for p in perturbed.value)
 
         fn.defvjp(fwd, bwd, symbolic_zeros=True)
         return fn
@@ -110,12 +113,9 @@ def _leaves(tree):
     return jax.tree.leaves(tree, is_leaf=_compat.is_symbolic_zero)
 
 
-def _instantiated(tree):
-    return jax.tree.map(
-        lambda z: jnp.zeros(z.shape, z.dtype) if _compat.is_symbolic_zero(z) else z,
-        tree,
-        is_leaf=_compat.is_symbolic_zero,
-    )
+def _as_zero(ct):
+    """The zero that the functions of `jax.vjp` take, so that the user's rule sees it as one."""
+    return Zero(ct.aval) if _compat.is_symbolic_zero(ct) else ct
 
 
 def _add(a, b):

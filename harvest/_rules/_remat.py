@@ -23,6 +23,8 @@ class Remat:
             plants = eqx.combine(arrays, fixed)
             return inside.run(params.jaxpr, args, plants=plants)
 
+        if _compat.checks_operations():
+            return body(invals, arrays)
         if params.differentiated:
             # The recomputation in a backward pass has no public spelling; it is lowered to this.
             return body(_barrier(invals, params.prevent_cse), arrays)

@@ -52,9 +52,7 @@ def programs() -> dict[str, tuple[Callable, Callable]]:
         "scanned": (model.scanned, functools.partial(model.scanned, see=model.ignore)),
         "jit per layer": (
             functools.partial(model.unrolled, wrap=jax.jit),
-            functools.partial(
-                model.unrolled, wrap=jax.jit, see=model.ignore, scope=model.no_scope
-            ),
+            functools.partial(model.unrolled, wrap=jax.jit, see=model.ignore, scope=model.no_scope),
         ),
         "remat per layer": (
             functools.partial(model.unrolled, wrap=jax.checkpoint),
@@ -120,7 +118,10 @@ def report_capture() -> None:
         ),
     }
     for name, (sown, by_hand) in pairs.items():
-        for label, transform in {"forward": lambda f: f, "grad": lambda f: jax.grad(total(f))}.items():
+        for label, transform in {
+            "forward": lambda f: f,
+            "grad": lambda f: jax.grad(total(f)),
+        }.items():
             mine = counts(transform(harvest.capture(sown)), weights, x)
             theirs = counts(transform(by_hand), weights, x)
             for count, a, b in zip(COUNTS, mine, theirs, strict=True):

@@ -36,17 +36,6 @@ IN_LAYER = {
 OUTSIDE = {"embed": (T, D), "final_scale": (T, 1), "final": (T, D)}
 
 
-# A missing package is an error here, with the command that installs it, never a skip.
-@pytest.fixture(scope="module")
-def loaded():
-    return smollm2.load()
-
-
-@pytest.fixture(scope="module")
-def model(loaded):
-    return loaded[0]
-
-
 @pytest.fixture(scope="module")
 def unrolled(model):
     return model.unroll()
@@ -72,16 +61,14 @@ def ids(prompt):
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_tokenizer(loaded, prompt):
-    _, tokenizer = loaded
+def test_tokenizer(tokenizer, prompt):
     text = str(REFERENCE[f"smollm2_prompt{prompt}"])
     encoded = tokenizer.encode(text).ids
     assert encoded == REFERENCE[f"smollm2_ids{prompt}"].tolist()
     assert tokenizer.decode(encoded) == text
 
 
-def test_tokenizer_keeps_special_tokens_whole(loaded):
-    _, tokenizer = loaded
+def test_tokenizer_keeps_special_tokens_whole(tokenizer):
     assert tokenizer.encode("<|im_start|>12").tokens == ["<|im_start|>", "1", "2"]
 
 
@@ -102,8 +89,7 @@ def test_hidden_states_against_reference(model, prompt):
     np.testing.assert_allclose(hidden, expected, rtol=1e-3, atol=2e-3)
 
 
-def test_probability_of_paris(loaded, logits):
-    _, tokenizer = loaded
+def test_probability_of_paris(tokenizer, logits):
     (paris,) = tokenizer.encode(" Paris").ids
     assert jax.nn.softmax(logits[-1])[paris] == pytest.approx(0.773, abs=0.005)
 
@@ -155,8 +141,29 @@ def test_batched_patterns_have_layers_first(model, tokens):
     assert pattern.shape == (30, 2, 9, T, T)
 
 
-def test_plant_round_trip(model, acts, tokens, logits):
-    np.testing.assert_allclose(harvest.plant(model, acts)(tokens), logits, atol=1e-4)
+def test_capture_computes_the_same(model, acts, tokens, logits):
+    out, captured = harvest.capture(model, "resid_*")(tokens)
+    np.testing.assert_allclose(out, logits, atol=1e-4)
+    assert set(captured) == {"resid_pre", "resid_mid", "resid_post"}
+    np.testing.assert_allclose(captured["resid_mid"][0], acts["resid_mid"], rtol=1e-3, atol=1e-3)
+
+
+# What is planted makes all before it irrelevant, so that each site is a test of its own.
+@pytest.mark.parametrize(
+    "keys", [["embed"], ["q", "k", "v"], ["scores"], ["z"], ["mlp_post"], ["resid_post"], ["*"]]
+)
+def test_plant_round_trip(model, acts, tokens, logits, keys):
+    planted = acts if keys == ["*"] else {key: acts[key] for key in keys}
+    np.testing.assert_allclose(harvest.plant(model, planted)(tokens), logits, atol=1e-4)
+
+
+def test_head_can_be_silenced(model, acts, tokens, logits):
+    keep = jnp.ones((30, 9, 1)).at[18, 6].set(0)
+    planted = harvest.plant(model, {"z": harvest.each(harvest.scale(keep))})
+    out, got = harvest.capture(planted, "z")(tokens)
+    np.testing.assert_allclose(got["z"][0][:18], acts["z"][:18], atol=1e-4)
+    np.testing.assert_allclose(got["z"][0][18], acts["z"][18] * keep[18][None], atol=1e-4)
+    assert jnp.max(jnp.abs(out - logits)) > 0.1
 
 
 def test_consumers_can_be_edited_apart(model, acts, tokens):

@@ -155,11 +155,26 @@ def test_forward_mode(name):
 
 
 def test_second_derivatives():
-    # As above, with a rule whose own derivative is 100 cos(x).
-    f = jax.custom_jvp(body)
+    f, g = jax.custom_jvp(body), jax.custom_vjp(body)
     f.defjvp(lambda primals, tangents: (f(*primals), 100 * jnp.sin(primals[0]) * tangents[0]))
-    close(jax.hessian(lambda x: capture(f)(x)[0])(X), 100 * np.cos(0.6))
-    close(jax.hessian(functools.partial(read, f))(X), -np.sin(0.6))
+    g.defvjp(lambda x: (g(x), x), lambda x, ct: (100 * jnp.sin(x) * ct,))
+    reverse = lambda f: jax.jacrev(jax.jacrev(f))
+    for fn, hessian in ((f, jax.hessian), (f, reverse), (g, reverse)):
+        close(hessian(lambda x, fn=fn: capture(fn)(x)[0])(X), 100 * np.cos(0.6))
+        close(hessian(functools.partial(read, fn))(X), -np.sin(0.6))
+
+
+def test_rules_of_nested_functions_apply_to_what_they_return():
+    inner = jax.custom_jvp(lambda x: sow(3 * x, name="inner"))
+    inner.defjvp(lambda primals, tangents: (inner(*primals), 7 * tangents[0]))
+    outer = jax.custom_vjp(lambda x: sow(inner(x) ** 2, name="outer"))
+    outer.defvjp(lambda x: (outer(x), None), lambda _, ct: (100 * ct,))
+    collected = lambda key: jax.grad(lambda x: capture(outer)(x)[1][key][0])(X)
+    close(jax.grad(lambda x: capture(outer)(x)[0])(X), 100)
+    close(collected("outer"), 2 * (3 * 0.6) * 7)
+    close(collected("inner"), 3)
+    close(jax.grad(plant(outer, {"outer": jnp.negative}))(X), -2 * (3 * 0.6) * 7)
+    close(jax.grad(plant(outer, {"inner": jnp.negative}))(X), 2 * 9 * 0.6)
 
 
 def test_a_rule_that_is_not_asked_is_not_run():

@@ -9,6 +9,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from harvest import capture, plant, reap, sites, sow
 
 X = jnp.arange(3.0)
+MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+ROWS, COLUMNS, BOTH, NONE = (
+    NamedSharding(MESH, PartitionSpec(*spec)) for spec in [("a",), (None, "b"), ("a", "b"), ()]
+)
+MATRIX = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 
 
 @jax.jit
@@ -147,6 +152,16 @@ def test_a_layer_that_is_called_twelve_times_is_traced_and_lowered_once():
     jax.tree.map(np.testing.assert_array_equal, capture(model)(x), jax.jit(model_by_hand)(x))
 
 
+def test_calls_of_one_function_with_other_options_are_told_apart():
+    double = lambda x: 2 * sow(x, name="h")
+    columns, kept = jax.jit(double, out_shardings=COLUMNS), jax.jit(double, keep_unused=True)
+    f = lambda x: (jax.jit(double, out_shardings=ROWS)(x), columns(x), kept(x))
+    rows, columns, _ = capture(f)(MATRIX)[0]
+    assert rows.sharding.is_equivalent_to(ROWS, 2)
+    assert columns.sharding.is_equivalent_to(COLUMNS, 2)
+    assert str(jax.make_jaxpr(capture(f))(MATRIX)).count("keep_unused=True") == 1
+
+
 def test_names_of_inner_functions_stay():
     assert "@middle" in jax.jit(capture(outer)).lower(X).as_text()
     assert "@middle" in jax.jit(plant(outer, {"middle": X})).lower(X).as_text()
@@ -167,17 +182,12 @@ def test_an_edit_reaches_every_call_of_one_function():
 
 # -------------------------------------------------------------------- shardings and donation
 
-MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-ROWS, COLUMNS, BOTH, NONE = (
-    NamedSharding(MESH, PartitionSpec(*spec)) for spec in [("a",), (None, "b"), ("a", "b"), ()]
-)
 SHARDINGS = [
     {"out_shardings": ROWS},
     {"in_shardings": COLUMNS},
     {"in_shardings": ROWS, "out_shardings": BOTH},
     {"in_shardings": BOTH, "out_shardings": NONE},
 ]
-MATRIX = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 
 
 @pytest.mark.parametrize("options", SHARDINGS)

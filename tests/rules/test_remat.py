@@ -1,4 +1,5 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -60,13 +61,23 @@ def model_by_hand(x, first=0.0):
 
 def close(got, wanted):
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, wanted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, wanted)
 
 
 @pytest.mark.parametrize("prevent_cse", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_sites_are_collected_once(policy, prevent_cse):
     close(capture(model)(X, policy=policy, prevent_cse=prevent_cse), model_by_hand(X))
+
+
+@pytest.mark.parametrize(
+    "transform", [capture, lambda f: plant(f, {"used": affine}, mode="append")]
+)
+def test_a_checkpoint_keeps_its_options(transform):
+    f = functools.partial(model, policy="dots", prevent_cse=False)
+    text = str(jax.make_jaxpr(transform(f))(X))
+    assert text.count("prevent_cse=False") == 2
+    assert len(re.findall("policy=(<function )?dots_saveable", text)) == 2
 
 
 @pytest.mark.parametrize("prevent_cse", [True, False])
@@ -136,10 +147,11 @@ def test_the_gradient_of_a_planted_body_is_that_of_the_planted_function():
 
     close(planted(X), by_hand(X))
     close(jax.grad(planted)(X), jax.grad(by_hand)(X))
-    direction, step = jnp.cos(3 * X), 1e-2
+    direction, step = jnp.exp(X), 1e-3
     slope = jnp.vdot(jax.grad(planted)(X), direction)
     differences = (by_hand(X + step * direction) - by_hand(X - step * direction)) / (2 * step)
-    np.testing.assert_allclose(slope, differences, rtol=2e-2)
+    assert abs(slope) > 1
+    np.testing.assert_allclose(slope, differences, rtol=1e-2)
 
 
 def test_a_planted_value_is_a_constant_to_the_gradient():

@@ -60,6 +60,13 @@ def test_stacked_values_are_planted_one_slice_each(reverse, unroll, length):
     same(f(INIT, xs, reverse=reverse, unroll=unroll), loop_by_hand(INIT, xs, reverse, edit)[0])
 
 
+@pytest.mark.parametrize("transform", [capture, reap, lambda f: plant(f, {"h": doubled})])
+def test_a_loop_keeps_its_options(transform):
+    f = lambda init, xs: loop(init, xs, reverse=True, unroll=2)
+    text = str(jax.make_jaxpr(transform(f))(INIT, XS))
+    assert text.count("scan[") == text.count("reverse=True") == text.count("unroll=2") == 1
+
+
 @pytest.mark.parametrize("reverse, unroll, length", OPTIONS)
 def test_round_trip(reverse, unroll, length):
     xs, options = jax.tree.map(lambda x: x[:length], XS), {"reverse": reverse, "unroll": unroll}
