@@ -10,7 +10,7 @@ from . import _compat
 from ._edits import Context, Edit, Loop
 from ._errors import PlantError
 from ._markers import Tag
-from ._structure import HOLE, Structure, is_array, same_static
+from ._structure import HOLE, Structure, is_array, number_fits, same_static
 
 
 def apply_edit(
@@ -99,7 +99,7 @@ def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str) -> Any:
         )
     got = jax.typeof(jnp.asarray(leaf))
     weak = got.weak_type
-    fits = got.dtype == wanted.dtype or (weak and _promotes(got.dtype, wanted.dtype))
+    fits = got.dtype == wanted.dtype or (weak and number_fits(got.dtype, wanted.dtype))
     if got.shape != wanted.shape or not fits:
         extended = jnp.issubdtype(wanted.dtype, jax.dtypes.extended)
         can_cast = got.shape == wanted.shape and not extended
@@ -110,13 +110,6 @@ def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str) -> Any:
     if weak:
         leaf = jnp.asarray(leaf, wanted.dtype)
     return _compat.vary_like(_compat.like_weak(jnp.asarray(leaf), wanted), wanted)
-
-
-def _promotes(weak: Any, dtype: Any) -> bool:
-    """Whether a Python number of one dtype can stand where another is wanted."""
-    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
-    rank = [[jnp.issubdtype(d, kind) for kind in kinds] for d in (weak, dtype)]
-    return all(map(any, rank)) and rank[0].index(True) <= rank[1].index(True)
 
 
 def _located(error: PlantError, where: str) -> PlantError:

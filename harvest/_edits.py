@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from ._errors import PlantError
-from ._structure import is_array, is_traced
+from ._structure import is_array, is_traced, number_fits
 
 
 class Loop(NamedTuple):
@@ -106,7 +106,7 @@ class Each(Edit):
 
     def check(self, loops):
         if not loops:
-            raise PlantError("got `each(...)` for a site that is in no loop")
+            raise PlantError("got `each(...)` where there is no loop")
         for leaf in filter(is_array, jax.tree.leaves(self.edit)):
             if leaf.shape[: len(loops)] != loops:
                 raise PlantError(
@@ -139,12 +139,12 @@ class At(Edit):
     def check(self, loops):
         indices = _per_loop(self.index)
         if not loops:
-            raise PlantError("got `at(...)` for a site that is in no loop")
+            raise PlantError("got `at(...)` where there is no loop")
         if len(indices) != len(loops):
             raise PlantError(
-                f"got `at` with {len(indices)} index(es) for a site in {len(loops)} nested loops "
-                f"of lengths {loops}; wanted a tuple of one index for each, outermost first, "
-                "with `...` for all iterations"
+                f"got `at` with {len(indices)} index(es) in {len(loops)} nested loops of lengths "
+                f"{loops}; wanted a tuple of one index for each, outermost first, with `...` for "
+                "all iterations"
             )
         for index, length in zip(indices, loops, strict=True):
             _check_index(index, length)
@@ -501,7 +501,7 @@ def _chosen(index: Any, loop: Loop) -> Any:
         return i == index % length
     index = jnp.asarray(index)
     if index.dtype == bool:
-        return index[i]
+        return index if index.ndim == 0 else index[i]  # a scalar if `each` has sliced it
     return jnp.any(jnp.where(index < 0, index + length, index) == i)
 
 
@@ -532,9 +532,7 @@ def _operand(operand: Any, like: Any) -> Any:
     operand = jnp.asarray(operand)
     if jnp.issubdtype(like.dtype, jax.dtypes.extended):
         raise PlantError(f"got arithmetic for a value of type {_short(like)}, which has none")
-    if not jnp.can_cast(operand.dtype, like.dtype, "same_kind") and not (
-        jnp.issubdtype(operand.dtype, jnp.floating) and jnp.issubdtype(like.dtype, jnp.inexact)
-    ):
+    if operand.dtype not in (like.dtype, bool) and not number_fits(operand.dtype, like.dtype):
         raise PlantError(f"got an operand of type {_short(operand)} for {_short(like)}")
     try:
         return jnp.broadcast_to(operand.astype(like.dtype), like.shape)

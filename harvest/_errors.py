@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterable
 
+import jax
 import jaxtyping
 
 
@@ -169,7 +170,8 @@ NOT_THE_USER = (
 
 def warn(message: str) -> None:
     """Warn at the user's line."""
-    warnings.warn(message, HarvestWarning, skip_file_prefixes=NOT_THE_USER)
+    skipped = (*NOT_THE_USER, os.path.dirname(jax.__file__) + os.sep)
+    warnings.warn(message, HarvestWarning, skip_file_prefixes=skipped)
 
 
 def nearest(key: str, keys: Iterable[str]) -> str:
@@ -177,7 +179,9 @@ def nearest(key: str, keys: Iterable[str]) -> str:
     keys = sorted(set(keys))
     if not keys:
         return "the program sows nothing"
-    if close := difflib.get_close_matches(key, keys, n=3, cutoff=0.5):
+    name = key.rpartition("/")[2]
+    close = [k for k in keys if k.rpartition("/")[2] == name and k != key][:3]
+    if close := close or difflib.get_close_matches(key, keys, n=3, cutoff=0.5):
         return "did you mean " + " or ".join(map(repr, close)) + "?"
     listed = ", ".join(map(repr, keys[:12]))
     return f"the sites are {listed}" + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")

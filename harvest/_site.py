@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -198,7 +199,9 @@ def _row(site: Site) -> tuple[str, ...]:
     axes = " ".join(f"{axis.kind}:{axis.size}" for axis in site.axes)
     if site.branch is not None:
         axes = f"{axes} branch:{','.join(map(str, site.branch))}".strip()
-    return (site.key, site.kind, site.spec, axes, _human(site.nbytes), site.source)
+    source = os.path.relpath(site.source) if os.path.isabs(site.source) else site.source
+    source = min(source, site.source, key=len)
+    return (site.key, site.kind, site.spec, axes, _human(site.nbytes), source)
 
 
 def _human(nbytes: int) -> str:

@@ -102,7 +102,9 @@ class Transformed:
             else:
                 result = _run_staged(self._resolved(args, kwargs), args, kwargs)
         except HarvestError as error:
-            # The frames between are ours and JAX's; the message has the user's line.
+            # The frames between are ours and JAX's, as is the note that JAX adds about them; the
+            # message has the user's line.
+            error.__notes__ = [n for n in getattr(error, "__notes__", ()) if "harvest" in n]
             raise error.with_traceback(None) from None
         value, notes = result
         for note in notes:

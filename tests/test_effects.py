@@ -132,30 +132,41 @@ def test_sites_has_none(effect):
     assert logged(sites(functools.partial(body, EFFECTS[effect])), X) == []
 
 
-GRADS = {
-    "grad of capture": lambda fn: jax.grad(lambda x: capture(fn)(x)[0]),
-    "grad of plant": lambda fn: jax.grad(plant(fn, {"h": lambda h: h})),
-    "grad of reap": lambda fn: jax.grad(
-        lambda x: reap(lambda x: sow(fn(x), name="end"), "end")(x)["end"]
-    ),
-    "capture of grad": lambda fn: capture(jax.grad(fn)),
-    "reap of grad": lambda fn: reap(jax.grad(fn), mode="append"),
-    "jit of grad of capture": lambda fn: jax.jit(jax.grad(capture(fn), has_aux=True)),
-    "capture of vjp": lambda fn: capture(lambda x: jax.vjp(fn, x)[1](1.0)),
+def differentiated(fn):
+    return {  # each is `fn` itself, its effects included
+        "capture": lambda x: capture(fn)(x)[0],
+        "plant": plant(fn, {"h": lambda h: h}),
+        "reap": lambda x: reap(lambda x: sow(fn(x), name="end"), "end")(x)["end"],
+    }
+
+
+OUTSIDE = {
+    "grad": jax.grad,
+    "jvp": lambda fn: lambda x: jax.jvp(fn, (x,), (x,)),
+    "vmap of grad": lambda fn: lambda x: jax.vmap(jax.grad(fn))(jnp.stack([x, 2 * x])),
 }
 
 
-@pytest.mark.parametrize("transform", GRADS)
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_as_often_under_grad(structure, transform):
+@pytest.mark.parametrize(
+    "structure, outside",
+    [
+        *((structure, "grad") for structure in STRUCTURES),
+        *((structure, "jvp") for structure in [*SOME, "checkpoint", "custom_jvp"]),
+        *((structure, "vmap of grad") for structure in [*SOME, "checkpoint", "custom_vjp"]),
+    ],
+)
+def test_as_often_under_differentiation(structure, outside):
     around, _ = STRUCTURES[structure]
+    outside = OUTSIDE[outside]
 
     def fn(x):
         return jnp.sum(around(functools.partial(body, EFFECTS["debug"]), x))
 
-    wanted = logged(jax.jit(jax.grad(fn)), X)
-    got = logged(GRADS[transform](fn), X)
-    assert_same(got, wanted)
+    wanted = logged(jax.jit(outside(fn)), X)
+    for inside in differentiated(fn).values():
+        assert_same(logged(outside(inside), X), wanted)
+    for transform in (capture, lambda fn: reap(fn, mode="append")):
+        assert_same(logged(transform(outside(fn)), X), wanted)
 
 
 def test_printing(capsys):

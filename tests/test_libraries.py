@@ -99,6 +99,27 @@ def test_anything_callable(name, around):
     assert [site.key for site in sites(fn)(X)] == ["h"]
 
 
+class Decorated(eqx.Module):
+    by: jax.Array
+
+    @capture
+    def method(self, x):
+        return affine(x, self.by)
+
+
+def test_a_decorated_method():
+    out, collected = Decorated(TWO).method(X)
+    np.testing.assert_allclose(out, 2 * X + 1)
+    np.testing.assert_allclose(collected["h"][0], 2 * X)
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_transformed_functions_are_arguments_in_equinox(name):
+    call = eqx.filter_jit(lambda fn, x: fn(x))
+    np.testing.assert_allclose(call(plant(CALLABLES[name], {"h": X}), X), X + 1)
+    np.testing.assert_allclose(call(reap(CALLABLES[name]), X)["h"], 2 * X)
+
+
 def test_functions_of_jax_are_callables():
     assert reap(jnp.sin)(X) == {}
     np.testing.assert_allclose(capture(jnp.add)(X, X)[0], 2 * X)

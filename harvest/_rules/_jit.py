@@ -22,7 +22,15 @@ class Jit:
             return inside.run(params.jaxpr, invals, live=inside.live)
         # Calls of one jaxpr with one plan share one function, so that a layer that is called
         # twelve times is traced and lowered once. Edits may differ from call to call.
-        key = (id(params.jaxpr), inside.actions, inside.live, inside.replay.effects)
+        key = (
+            id(params.jaxpr),
+            params.in_shardings,
+            params.out_shardings,
+            tuple(params.options.items()),
+            inside.actions,
+            inside.live,
+            inside.replay.effects,
+        )
         jitted = None if inside.plants else inside.replay.jits.get(key)
         if jitted is None:
             jitted = inside.replay.jits[key] = _jitted(params, inside)

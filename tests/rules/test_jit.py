@@ -156,9 +156,9 @@ def test_calls_of_one_function_with_other_options_are_told_apart():
     double = lambda x: 2 * sow(x, name="h")
     columns, kept = jax.jit(double, out_shardings=COLUMNS), jax.jit(double, keep_unused=True)
     f = lambda x: (jax.jit(double, out_shardings=ROWS)(x), columns(x), kept(x))
-    rows, columns, _ = capture(f)(MATRIX)[0]
-    assert rows.sharding.is_equivalent_to(ROWS, 2)
-    assert columns.sharding.is_equivalent_to(COLUMNS, 2)
+    by_rows, by_columns, _ = capture(f)(MATRIX)[0]
+    assert by_rows.sharding.is_equivalent_to(ROWS, 2)
+    assert by_columns.sharding.is_equivalent_to(COLUMNS, 2)
     assert str(jax.make_jaxpr(capture(f))(MATRIX)).count("keep_unused=True") == 1
 
 
