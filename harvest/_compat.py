@@ -6,6 +6,7 @@ an equation, a name stack or the kind of a trace.
 """
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -30,6 +31,21 @@ def tracing() -> bool:
     `jax.core.trace_state_clean` is private; comparing opaque trace states is its public form.
     """
     return get_opaque_trace_state(convention="harvest") != _EVAL_STATE
+
+
+def batching_a_predicate() -> bool:
+    """Whether `vmap` is turning a `cond` with a batched predicate into a `select`.
+
+    Nothing in the program tells it afterwards, so this looks at JAX's frames. Were the names to
+    change, a warning would be missing and nothing else; a test pins them.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_cond_batching_rule":
+            if frame.f_locals.get("index_dim") is not None:
+                return True
+        frame = frame.f_back
+    return False
 
 
 # ------------------------------------------------------------------------------- types

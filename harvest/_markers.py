@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 from jax.experimental.hijax import GradAccum, HiPrim, Zero, instantiate_zeros
 
+from . import _compat
 from ._structure import Structure
 
 
@@ -57,11 +58,18 @@ class Marker(HiPrim):
 
     label: Label
     positions: Positions
+    selected: bool  # in a branch of a `cond` that `vmap` turned into a `select`
 
-    def __init__(self, avals: Sequence[Any], label: Label, positions: Positions):
+    def __init__(
+        self,
+        avals: Sequence[Any],
+        label: Label,
+        positions: Positions,
+        selected: bool = False,
+    ):
         self.in_avals = tuple(avals)
         self.out_aval = self.outs(self.in_avals)
-        self.params = {"label": label, "positions": positions}
+        self.params = {"label": label, "positions": positions, "selected": selected}
         super().__init__()
 
     @staticmethod
@@ -93,9 +101,13 @@ class Marker(HiPrim):
                 return (None, *axes)
             return (new, *(a if a is None or a < new else a + 1 for a in axes))
 
-        positions = tuple(map(shifted, self.positions, dims))
-        avals = [jax.typeof(x) for x in args]
-        return type(self)(avals, self.label, positions)(*args), self.outs(tuple(dims))
+        batched = type(self)(
+            [jax.typeof(x) for x in args],
+            self.label,
+            tuple(map(shifted, self.positions, dims)),
+            self.selected or _compat.batching_a_predicate(),
+        )
+        return batched(*args), self.outs(tuple(dims))
 
 
 class Tag(Marker):

@@ -60,7 +60,7 @@ def plan_reads(entries: Sequence[Entry], select: Any, mode: Mode, what: str) -> 
             reads.append(entry)
     if mode == "strict":
         _check_unique(reads, what)
-    return Plan(tuple(actions), reads=tuple(reads))
+    return Plan(tuple(actions), reads=tuple(reads), warnings=tuple(_phantoms(reads, what)))
 
 
 def plan_plants(entries: Sequence[Entry], plants: Sequence[tuple[Any, Any]], mode: Mode) -> Plan:
@@ -182,6 +182,17 @@ def _check_unique(entries: Sequence[Entry], what: str) -> None:
                 "tell them apart with `harvest.scope`, or treat them in call order with "
                 'mode="append"'
             )
+
+
+def _phantoms(entries: Sequence[Entry], what: str) -> Iterator[str]:
+    """Warnings about sites that look as if they ran."""
+    keys = {entry.key: entry for entry in entries if entry.marker.selected}
+    for key, entry in keys.items():
+        yield (
+            f"{key!r} (sown at {entry.source}) is in a branch of a `cond` whose predicate `vmap` "
+            "batched: JAX then evaluates all branches for all examples, so that it looks as if "
+            f"each had run; put `{what}` inside: `jax.vmap({what}(f))`"
+        )
 
 
 def _fruitless(entries: Sequence[Entry]) -> Iterator[str]:

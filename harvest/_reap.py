@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +135,13 @@ def sites(fn: Callable[..., Any]) -> Callable[..., Sites]:
     return SitesOf(fn)
 
 
+class _Read(NamedTuple):
+    program: Program
+    outs: list[Any]
+    collected: list[tuple[str, Any]]
+    warnings: tuple[str, ...]
+
+
 class _Reading(Transformed):
     """What `reap` and `capture` have in common."""
 
@@ -159,9 +166,7 @@ class _Reading(Transformed):
         )
         return type(self)(self.fn, Chosen(chosen), self.mode)
 
-    def _read(
-        self, args, kwargs, trace, live: bool
-    ) -> tuple[Program, list[Any], list[tuple[str, Any]]]:
+    def _read(self, args, kwargs, trace, live: bool) -> "_Read":
         program = trace(self._what, self.fn, args, kwargs)
         plan = plan_reads(program.walk.entries(program.jaxpr), self.select, self.mode, self._what)
         outs, reads = Replay(program.walk).run(
@@ -172,7 +177,7 @@ class _Reading(Transformed):
             (),
             (live,) * len(program.jaxpr.outvars),
         )
-        return program, outs, _collected(plan, reads, self.mode)
+        return _Read(program, outs, _collected(plan, reads, self.mode), plan.warnings)
 
 
 class Chosen(frozenset):
@@ -189,8 +194,8 @@ class Reap(_Reading):
         return dict(value)
 
     def _inline(self, args, kwargs, trace):
-        _, _, collected = self._read(args, kwargs, trace, live=False)
-        return collected, ()
+        read = self._read(args, kwargs, trace, live=False)
+        return read.collected, read.warnings
 
 
 class Capture(_Reading):
@@ -201,8 +206,8 @@ class Capture(_Reading):
         return out, dict(collected)
 
     def _inline(self, args, kwargs, trace):
-        program, outs, collected = self._read(args, kwargs, trace, live=True)
-        return (program.result(outs), collected), ()
+        read = self._read(args, kwargs, trace, live=True)
+        return (read.program.result(read.outs), read.collected), read.warnings
 
 
 class SitesOf(Transformed):

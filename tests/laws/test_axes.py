@@ -1,0 +1,142 @@
+"""Law 3: loop axes first, outermost first, then batch axes, then the value's own."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import harvest
+
+SIZES = (2, 3, 4)  # of the three levels
+OWN = 5
+
+
+def _cases():
+    """Scans and vmaps nested three deep, in every order, with every `in_axes`."""
+    for levels in itertools.product("sv", repeat=3):
+        # The innermost level sees its own axis and that of the value, and so on outwards.
+        choices = [range(4 - depth) if kind == "v" else [0] for depth, kind in enumerate(levels)]
+        for positions in itertools.product(*choices):
+            yield pytest.param(levels, positions, id="".join(levels) + "".join(map(str, positions)))
+
+
+def _laid_out(canonical, positions):
+    """The input with the axis of each level where that level looks for it."""
+    order = [3]
+    for level in (2, 1, 0):
+        order.insert(positions[level], level)
+    return jnp.transpose(canonical, order)
+
+
+def _nested(levels, positions):
+    def innermost(x):
+        return 2 * harvest.sow(jnp.sin(x), name="h")
+
+    fn = innermost
+    for kind, position in reversed(list(zip(levels, positions, strict=True))):
+        fn = (lambda f: lambda xs: lax.map(f, xs))(fn) if kind == "s" else jax.vmap(fn, position)
+    return fn
+
+
+@pytest.mark.parametrize("levels, positions", list(_cases()))
+def test_axes_of_nested_loops_and_batches(levels, positions):
+    canonical = jnp.arange(2 * 3 * 4 * OWN, dtype=jnp.float32).reshape(*SIZES, OWN) / 50
+    x = _laid_out(canonical, positions)
+    fn = _nested(levels, positions)
+    order = [i for i, kind in enumerate(levels) if kind == "s"]
+    order += [i for i, kind in enumerate(levels) if kind == "v"]
+
+    out, collected = harvest.capture(fn)(x)
+    np.testing.assert_allclose(out, 2 * jnp.sin(canonical), rtol=1e-6)
+    wanted = jnp.transpose(jnp.sin(canonical), [*order, 3])
+    np.testing.assert_allclose(collected["h"][0], wanted, rtol=1e-6)
+
+    axes = harvest.sites(fn)(x)["h"].axes
+    assert axes == tuple(
+        harvest.Axis("loop" if levels[i] == "s" else "batch", SIZES[i]) for i in order
+    )
+    assert harvest.sites(fn)(x)["h"].aval.shape == (OWN,)
+
+    other = jnp.transpose(canonical**2, [*order, 3])
+    np.testing.assert_allclose(harvest.plant(fn, {"h": other})(x), 2 * canonical**2, rtol=1e-6)
+    np.testing.assert_allclose(harvest.plant(fn, {"h": lambda h: h[::-1]})(x), out[..., ::-1])
+
+
+def test_a_value_that_does_not_depend_on_the_mapped_axis_stays_unbatched():
+    def f(x, y):
+        h = harvest.sow({"x": jnp.sin(x), "y": jnp.cos(y)}, name="both")
+        return harvest.sow(jnp.exp(y), name="alone") + h["x"] + h["y"]
+
+    x, y = jnp.ones((2, 3)), jnp.ones(3)
+    mapped = jax.vmap(f, in_axes=(0, None))
+    acts = harvest.reap(mapped)(x, y)
+    assert acts["both"]["x"].shape == (2, 3) and acts["both"]["y"].shape == (3,)
+    assert acts["alone"].shape == (3,)
+    np.testing.assert_allclose(harvest.plant(mapped, acts)(x, y), mapped(x, y), rtol=1e-6)
+
+
+def test_a_leaf_that_only_one_of_two_vmaps_batches():
+    def f(x, y):
+        h = harvest.sow((x, y), name="h")
+        return h[0] + h[1]
+
+    x, y = jnp.arange(6.0).reshape(2, 3), jnp.arange(2.0)
+    mapped = jax.vmap(jax.vmap(f, in_axes=(0, None)))
+    got_x, got_y = harvest.reap(mapped)(x, y)["h"]
+    assert got_x.shape == (2, 3) and got_y.shape == (2,)
+    edited = harvest.plant(mapped, {"h": lambda h: (2 * h[0], h[1] - 1)})(x, y)
+    np.testing.assert_allclose(edited, 2 * x + y[:, None] - 1)
+
+
+def test_collectives_over_the_name_of_the_axis():
+    def f(x):
+        h = harvest.sow(jax.lax.psum(x, "batch"), name="sum")
+        return harvest.sow(x - h, name="rest")
+
+    x = jnp.arange(4.0)
+    acts = harvest.reap(jax.vmap(f, axis_name="batch"))(x)
+    assert acts["sum"].shape == () and acts["sum"] == 6
+    np.testing.assert_array_equal(acts["rest"], x - 6)
+    planted = harvest.plant(jax.vmap(f, axis_name="batch"), {"sum": jnp.float32(1)})
+    np.testing.assert_array_equal(planted(x), x - 1)
+
+
+def test_spmd_axis_name():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None))
+
+    def f(x):
+        h = jax.lax.with_sharding_constraint(harvest.sow(jnp.sin(x), name="h"), spec)
+        return 2 * h
+
+    x = jnp.arange(8.0).reshape(4, 2)
+    out, collected = harvest.capture(jax.vmap(f, spmd_axis_name="data"))(x)
+    np.testing.assert_allclose(collected["h"][0], jnp.sin(x), rtol=1e-6)
+    np.testing.assert_allclose(out, 2 * jnp.sin(x), rtol=1e-6)
+    assert out.sharding.spec[0] == "data"
+
+
+def _one_sided(x):
+    return lax.cond(x > 0, lambda x: harvest.sow(jnp.sin(x), name="h"), jnp.cos, x)
+
+
+def test_a_batched_predicate_makes_all_branches_look_as_if_they_ran():
+    x = jnp.array([-1.0, 1.0])
+    with pytest.warns(harvest.HarvestWarning, match=r"'h' .*jax\.vmap\(reap\(f\)\)"):
+        phantom = harvest.reap(jax.vmap(_one_sided))(x)["h"]
+    assert phantom.shape == (2,)
+    # Inside, they are kept apart.
+    kept = jax.vmap(harvest.reap(_one_sided))(x)["h"]
+    np.testing.assert_array_equal(kept.index, [0, 1])
+    np.testing.assert_allclose(kept.branches[1], [0, np.sin(1)], rtol=1e-6)
+
+
+def test_a_predicate_that_is_not_batched_stays_a_cond():
+    f = lambda flag, x: lax.cond(flag, lambda x: harvest.sow(jnp.sin(x), name="h"), jnp.cos, x)
+    x = jnp.array([-1.0, 1.0])
+    h = harvest.reap(jax.vmap(f, in_axes=(None, 0)))(jnp.asarray(False), x)["h"]
+    assert h.index == 0 and h.branches[0] is None
+    np.testing.assert_array_equal(h.branches[1], jnp.zeros(2))
