@@ -33,6 +33,9 @@ def apply_edit(
         new = fitted(edit.apply(structure.unflatten(fronted), context))
     except PlantError as error:
         raise _located(error, where) from None
+    except Exception as error:
+        error.add_note(f"harvest: raised by the edit of {where}")
+        raise
     return _compat.axes_from_front(new, tag.positions)
 
 

@@ -512,7 +512,8 @@ def _checked_operand(operand: Any, name: str) -> Any:
             f"`{name}` got {operand!r} of type `{type(operand).__name__}`; wanted a number, an "
             "array, or a pytree of these like the value of the site"
         )
-    return operand
+    # Python ints as arrays: a new one must not retrace. Their type is weak, as theirs.
+    return jax.tree.map(lambda x: jnp.asarray(x) if type(x) is int else x, operand)
 
 
 def _leafwise(op: Callable[[Any, Any], Any], value: Any, operand: Any) -> Any:

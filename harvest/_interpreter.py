@@ -16,7 +16,16 @@ from ._walk import Walk
 
 
 class Action(enum.Enum):
-    """What is done at an entry that is not left alone."""
+    """What is done at an entry that is not left alone.
+
+    !!! Example
+
+        ```python
+        from harvest.internal import Action
+
+        assert [action.name for action in Action] == ["READ", "PLANT"]
+        ```
+    """
 
     READ = "read"
     PLANT = "plant"
@@ -32,7 +41,26 @@ class Result(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """What is to be done inside one equation: what a rule is given."""
+    """What is to be done inside one equation: what a rule is given.
+
+    !!! Example
+
+        ```python
+        import harvest.internal as hi
+
+        def rebuild(self, eqn, invals, inside: hi.Inside):  # of a rule, for a plain call
+            return inside.run(eqn.params["call_jaxpr"], invals, live=inside.live)
+        ```
+
+    **Arguments:**
+
+    - `replay`: the evaluation of the whole program.
+    - `entries`: the sites of the equation, as the rule's `entries` returned them.
+    - `actions`: for each entry an [`harvest.internal.Action`][], or `None` to leave it alone.
+    - `plants`: for each entry to plant, an edit, in the order of the entries.
+    - `loops`: index and length of the loops around the equation, outermost first.
+    - `live`: which outputs of the equation are needed.
+    """
 
     replay: "Replay"
     entries: Sequence[Entry]  # of the equation

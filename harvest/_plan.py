@@ -11,7 +11,7 @@ from ._edits import Branches, Chain, Each, Edit, Replace, as_edit
 from ._errors import DuplicateSiteError, PlantError, SelectError, UnsupportedError
 from ._interpreter import Action, Actions
 from ._rule import CondSum, Entry
-from ._select import check_found, matches
+from ._select import Chosen, check_found, is_static, matches
 from ._site import Site, Sites, site_of
 
 Mode = Literal["strict", "append"]
@@ -44,6 +44,20 @@ def numbered(entries: Sequence[Entry], readable: bool) -> Iterator[tuple[int, En
 def sites_of(entries: Sequence[Entry]) -> Sites:
     """The table of what can be collected."""
     return Sites([site for _, _, site in numbered(entries, readable=True)])
+
+
+def resolve(select: Any, entries: Sequence[Entry], readable: bool, what: str) -> Chosen:
+    """What `select` chooses in a program, without the user's function that chose it."""
+    table = [site for _, _, site in numbered(entries, readable)]
+    keys = frozenset(site.key for site in table)
+    check_found(select, keys, what)
+    return Chosen((site.key, site.occurrence) for site in table if matches(select, site, keys))
+
+
+def resolve_keys(entries: Sequence[Entry], keys: Sequence[Any]) -> Iterator[Any]:
+    """The keys of `plants`, with what depends on a user's function resolved."""
+    for key in keys:
+        yield key if is_static(key) else resolve(key, entries, False, "plants")
 
 
 def plan_reads(entries: Sequence[Entry], select: Any, mode: Mode, what: str) -> Plan:

@@ -10,8 +10,8 @@ import jax
 from ._edits import Edit
 from ._errors import PlantError
 from ._interpreter import Replay
-from ._plan import Mode, check_mode, plan_plants
-from ._select import check_select
+from ._plan import Mode, check_mode, plan_plants, resolve_keys
+from ._select import check_select, is_static
 from ._stage import Transformed, trace_cached
 
 
@@ -103,13 +103,15 @@ class Plant(Transformed):
         self.mode: Mode = mode
 
     def _resolved(self, args, kwargs):
-        if not any(isinstance(value, float | complex) for value in self.values):
+        numbers = any(isinstance(value, float | complex) for value in self.values)
+        if all(map(is_static, self.keys)) and not numbers:
             return self
-        # Numbers are traced, but for a site that is itself a Python number they stay one.
         program = trace_cached("plant", self.fn, args, kwargs)
         entries = program.walk.entries(program.jaxpr)
-        static = {entry.key for entry in entries if not entry.marker.in_avals}
         resolved = copy.copy(self)
+        resolved.keys = tuple(resolve_keys(entries, self.keys))
+        # Numbers are traced, but for a site that is itself a Python number they stay one.
+        static = {entry.key for entry in entries if not entry.marker.in_avals}
         resolved.values = tuple(
             _Constant(value) if key in static and isinstance(value, float | complex) else value
             for key, value in zip(self.keys, self.values, strict=True)

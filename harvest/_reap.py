@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from . import _compat
 from ._errors import SelectError, UnknownSiteError, nearest
 from ._interpreter import Replay
-from ._plan import Mode, Plan, check_mode, plan_reads, sites_of
+from ._plan import Mode, Plan, check_mode, plan_reads, resolve, sites_of
 from ._rule import CondSum, Entry
-from ._select import check_found, check_select, glob, is_static, matches
+from ._select import check_select, glob, is_static
 from ._site import Sites
 from ._stage import Program, Transformed, trace_afresh, trace_cached
 from ._structure import Structure, is_traced
@@ -158,13 +158,8 @@ class _Reading(Transformed):
         if is_static(self.select):
             return self
         program = trace_cached(self._what, self.fn, args, kwargs)
-        table = sites_of(program.walk.entries(program.jaxpr))
-        keys = frozenset(site.key for site in table)
-        check_found(self.select, keys, self._what)
-        chosen = frozenset(
-            (site.key, site.occurrence) for site in table if matches(self.select, site, keys)
-        )
-        return type(self)(self.fn, Chosen(chosen), self.mode)
+        entries = program.walk.entries(program.jaxpr)
+        return type(self)(self.fn, resolve(self.select, entries, True, self._what), self.mode)
 
     def _read(self, args, kwargs, trace, live: bool) -> "_Read":
         program = trace(self._what, self.fn, args, kwargs)
@@ -178,13 +173,6 @@ class _Reading(Transformed):
             (live,) * len(program.jaxpr.outvars),
         )
         return _Read(program, outs, _collected(plan, reads, self.mode), plan.warnings)
-
-
-class Chosen(frozenset):
-    """A resolved choice of sites: pairs of key and occurrence. A predicate."""
-
-    def __call__(self, site) -> bool:
-        return (site.key, site.occurrence) in self
 
 
 class Reap(_Reading):

@@ -54,7 +54,16 @@ class CondSum(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A marker as seen from some jaxpr around it.
+    """A site as seen from some jaxpr around it.
+
+    !!! Example
+
+        ```python
+        import harvest.internal as hi
+
+        def entries(self, eqn, walk) -> list[hi.Entry]:  # of a rule, for a loop of ten iterations
+            return [entry.looped(10) for entry in walk.entries(eqn.params["jaxpr"])]
+        ```
 
     A `Mark` is an entry that can be read, a `Tag` one that can be planted. `type` is that of what
     is read there: one aval for each leaf, with loop axes, then batch axes, then the leaf's own; a
@@ -121,6 +130,21 @@ class Entry:
 @runtime_checkable
 class Rule(Protocol):
     """How one primitive that holds jaxprs is opened.
+
+    !!! Example
+
+        ```python
+        import harvest.internal as hi
+
+        class Call:
+            def entries(self, eqn, walk):
+                return walk.entries(eqn.params["call_jaxpr"])
+
+            def rebuild(self, eqn, invals, inside):
+                return inside.run(eqn.params["call_jaxpr"], invals)
+
+        assert isinstance(Call(), hi.Rule)
+        ```
 
     Both methods see one equation. `entries` is called once for each equation before anything
     runs; `rebuild` only if something in it is read or planted.

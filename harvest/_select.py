@@ -11,6 +11,13 @@ from ._site import Site
 Select = None | str | Callable[[Site], bool] | Sequence["Select"]
 
 
+class Chosen(frozenset):
+    """A resolved choice of sites: pairs of key and occurrence. A predicate."""
+
+    def __call__(self, site) -> bool:
+        return (site.key, site.occurrence) in self
+
+
 def check_select(select: Any, what: str = "select") -> Any:
     """`select` itself, with sequences as tuples; a `SelectError` if it is something else."""
     if select is None or isinstance(select, str) or callable(select):

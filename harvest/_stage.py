@@ -92,6 +92,13 @@ class Transformed:
         self.fn = _checked(fn, name)
         functools.update_wrapper(self, fn, updated=())
 
+    def __get__(self, obj: Any, owner: type | None = None) -> Any:
+        # As a decorator of a method, it is one: `jax.jit` binds too.
+        return self if obj is None else types.MethodType(self, obj)
+
+    def __repr__(self) -> str:
+        return f"<harvest.{type(self).__name__.lower()} of {_name(self.fn)}>"
+
     def _options(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self._static)
 
@@ -139,6 +146,12 @@ def _checked(fn: Any, name: str) -> Callable[..., Any]:
         raise UnsupportedError(
             f"`{name}` got {fn!r} of type `{type(fn).__name__}`; wanted a callable"
         )
+    for kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction):
+        if kind(fn):
+            raise UnsupportedError(
+                f"`{name}` got `{_name(fn)}`, a generator or coroutine function, whose body does "
+                "not run when it is called; wanted a function that returns its result"
+            )
     held = [fn, getattr(fn, "__self__", None)]
     if isinstance(fn, functools.partial):
         held += [fn.func, getattr(fn.func, "__self__", None), *fn.args, *fn.keywords.values()]

@@ -78,6 +78,7 @@ AGAIN = {  # called with i = 0, 1, 2: what differs must be no reason to trace
     "mask": lambda f, i: plant(f, {"r": at(np.arange(4) == i, add(1.0))})(X),
     "function": lambda f, i: plant(f, {"r": chain(jnp.cos, indexed(double))})(X),
     "partial": lambda f, i: plant(f, {"h": jax.tree_util.Partial(jnp.add, full(i, 3))})(X),
+    "Partial": lambda f, i: capture(jax.tree_util.Partial(f, x=full(i, 3)))(),
     "functools.partial": lambda f, i: reap(functools.partial(f, full(i, 3)))(),
     "nested": lambda f, i: reap(plant(f, {"h": add(float(i))}), "r")(X),
 }

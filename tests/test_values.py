@@ -136,12 +136,15 @@ def test_static_leaves_are_returned():
     assert [type(v) for v in collected["h"][0].values()][:4] == [str, int, bool, float]
 
 
+OTHER = {"a": "other", "b": 4, "c": False, "d": 3.5, "e": jnp.cos, "f": 0.0}
+
+
 @pytest.mark.parametrize("name", STATIC)
 def test_static_leaves_cannot_be_planted(name):
     fn = lambda x: h({**STATIC, "x": x})["x"]
     np.testing.assert_array_equal(plant(fn, {"h": {**STATIC, "x": 2 * X}})(X), 2 * X)
     with pytest.raises(harvest.PlantError, match=r"wanted.*'h'|static leaf.*cannot be planted"):
-        plant(fn, {"h": {**STATIC, "x": X, name: "other"}})(X)
+        plant(fn, {"h": {**STATIC, "x": X, name: OTHER[name]}})(X)
 
 
 def test_integer_sites_under_grad():

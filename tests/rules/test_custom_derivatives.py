@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental import io_callback
 
 from harvest import capture, plant, reap, sites, sow
@@ -303,6 +304,23 @@ def noisy(kind, callback, calls):
         f = jax.custom_vjp(body)
         f.defvjp(lambda x: (f(x), None), lambda _, ct: (100 * ct,))
     return f
+
+
+def test_side_effects_in_a_loop_inside_happen_as_often_as_without():
+    calls = []
+
+    def step(carry):
+        jax.debug.callback(calls.append, carry[1])
+        return carry[0] + 1, jnp.sin(carry[1])
+
+    loop = lambda x: lax.while_loop(lambda carry: carry[0] < 3, step, (0, x))[1]
+    f = jax.custom_jvp(lambda x: 2 * sow(loop(x), name="h"))
+    f.defjvp(lambda primals, tangents: (f(*primals), 100 * tangents[0]))
+    for derivative in (jax.grad(f), jax.grad(lambda x: capture(f)(x)[0])):
+        calls.clear()
+        close(derivative(X), 100)
+        jax.effects_barrier()
+        assert len(calls) == 3
 
 
 USES = {

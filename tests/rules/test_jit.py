@@ -175,9 +175,15 @@ def test_sites_are_listed_once_for_each_call():
 def test_an_edit_reaches_every_call_of_one_function():
     f = lambda x: inner(inner(x))
     np.testing.assert_array_equal(plant(f, {"inner": jnp.ones_like}, mode="append")(X), [2, 2, 2])
-    values = (None, jnp.array([4.0, 5.0, 6.0]))
-    planted = plant(f, {"inner": values}, mode="append")
-    np.testing.assert_array_equal(planted(X), [8, 10, 12])
+    value = jnp.array([4.0, 5.0, 6.0])
+    for edits, wanted in [
+        ((None, value), 2 * value),
+        ((value, value + 1), 2 * (value + 1)),
+        ((jnp.ones_like, jnp.negative), -2 * jnp.sin(2 * jnp.ones(3))),
+        ((jnp.zeros_like, jnp.cos), 2 * jnp.ones(3)),
+    ]:
+        planted = plant(f, {"inner": edits}, mode="append")
+        np.testing.assert_allclose(planted(X), wanted, rtol=1e-6)
 
 
 # -------------------------------------------------------------------- shardings and donation

@@ -174,6 +174,16 @@ def test_plants_reach_the_recomputation_of_a_gradient():
     close(plant(jax.grad(f), {"used": value})(X), (after * jnp.cos(X @ X)) @ X.T)
 
 
+@pytest.mark.parametrize("prevent_cse", [True, False])
+def test_a_planted_gradient_keeps_its_recomputation_apart(prevent_cse):
+    grad = jax.grad(functools.partial(model, prevent_cse=prevent_cse))
+    planted = plant(grad, {"used": affine}, mode="append")
+    plain, edited = (jax.jit(g).lower(X).as_text() for g in (grad, planted))
+    barriers = plain.count("optimization_barrier")
+    assert (barriers > 0) == prevent_cse
+    assert edited.count("optimization_barrier") == barriers
+
+
 # ----------------------------------------------------------------------------------- compositions
 
 
