@@ -27,7 +27,6 @@ from ._plant import plant as plant
 from ._reap import capture as capture
 from ._reap import reap as reap
 from ._reap import sites as sites
-from ._reap import stacked as stacked
 from ._rule import CondSum as CondSum
 from ._site import Axis as Axis
 from ._site import Site as Site
@@ -35,6 +34,7 @@ from ._site import Sites as Sites
 from ._sow import perturb as perturb
 from ._sow import scope as scope
 from ._sow import sow as sow
+from ._stacked import stacked as stacked
 
 __version__ = _version("jax-harvest")
 

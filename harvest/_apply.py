@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from . import _compat
-from ._edits import Context, Edit, Loop
+from . import _types
+from ._edit_nodes import Context, Edit, Loop
 from ._errors import PlantError
+from ._fit import fit
 from ._markers import Tag
-from ._structure import HOLE, Structure, is_array, number_fits, same_static
+from ._structure import Structure, is_array
 
 
 def apply_edit(
@@ -18,7 +18,7 @@ def apply_edit(
 ) -> list[Any]:
     """The leaves of the edited value, of the types of `leaves`."""
     structure = tag.label.structure
-    fronted = _compat.axes_to_front(leaves, tag.positions)
+    fronted = _types.axes_to_front(leaves, tag.positions)
     avals = [jax.typeof(x) for x in fronted]
 
     def fitted(value: Any) -> list[Any]:
@@ -36,7 +36,7 @@ def apply_edit(
     except Exception as error:
         error.add_note(f"harvest: raised by the edit of {where}")
         raise
-    return _compat.axes_from_front(new, tag.positions)
+    return _types.axes_from_front(new, tag.positions)
 
 
 def _mapped(fn: Callable[[Any], Any], tag: Tag, where: str) -> Callable[[Any], Any]:
@@ -67,52 +67,6 @@ def _mapped(fn: Callable[[Any], Any], tag: Tag, where: str) -> Callable[[Any], A
             ) from error
 
     return mapped
-
-
-def fit(value: Any, structure: Structure, avals: Sequence[Any], where: str) -> list[Any]:
-    """The leaves of `value`, checked to be of these types, for a site of this structure."""
-    leaves, treedef = jax.tree.flatten(value)
-    if treedef != structure.treedef:
-        raise PlantError(
-            f"got a value of structure {treedef}, wanted {structure.treedef}, for {where}"
-        )
-    wanted = iter(avals)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(value)]
-    fitted = []
-    for path, leaf, static in zip(paths, leaves, structure.statics, strict=True):
-        at = f" at {jax.tree_util.keystr(path)}" if path else ""
-        if static is HOLE:
-            fitted.append(_fit_leaf(leaf, next(wanted), at, where))
-        elif not same_static(leaf, static):
-            raise PlantError(
-                f"got {leaf!r}{at}, where {where} has the static leaf {static!r}; static leaves "
-                "cannot be planted: leave it as it is"
-            )
-    return fitted
-
-
-def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str) -> Any:
-    if _compat.is_hi(leaf) or not hasattr(wanted, "shape"):
-        if not _compat.is_hi(leaf) or jax.typeof(leaf) != wanted:
-            raise PlantError(f"got {_compat.describe(leaf)}{at}, wanted {wanted}, for {where}")
-        return leaf
-    if not is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
-        raise PlantError(
-            f"got a `{type(leaf).__name__}`{at}, wanted {_compat.short(wanted)}, for {where}"
-        )
-    got = jax.typeof(jnp.asarray(leaf))
-    weak = got.weak_type
-    fits = got.dtype == wanted.dtype or (weak and number_fits(got.dtype, wanted.dtype))
-    if got.shape != wanted.shape or not fits:
-        extended = jnp.issubdtype(wanted.dtype, jax.dtypes.extended)
-        can_cast = got.shape == wanted.shape and not extended
-        hint = f"; cast it with `.astype({str(wanted.dtype)!r})`" if can_cast else ""
-        raise PlantError(
-            f"got {_compat.short(got)}{at}, wanted {_compat.short(wanted)}, for {where}{hint}"
-        )
-    if weak:
-        leaf = jnp.asarray(leaf, wanted.dtype)
-    return _compat.vary_like(_compat.like_weak(jnp.asarray(leaf), wanted), wanted)
 
 
 def _located(error: PlantError, where: str) -> PlantError:

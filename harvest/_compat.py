@@ -104,9 +104,9 @@ def scope_of(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(str(e.name) for e in stack if isinstance(e.name, UserScope))
 
 
-def source_of(eqn: JaxprEqn) -> str:
-    """Where the user's code made this equation, as `file:line`."""
-    summary = source_info_util.summarize(eqn.source_info)  # `file:line:column (function)`
+def source_of(source_info: Any) -> str:
+    """Where the user's code made an equation, as `file:line`."""
+    summary = source_info_util.summarize(source_info)  # `file:line:column (function)`
     return re.sub(r"^(.*?:\d+)(:\d+)? \(.*\)$", r"\1", summary)
 
 
@@ -139,7 +139,7 @@ def locating_nans(eqn: JaxprEqn) -> Iterator[None]:
         yield
     except FloatingPointError as error:
         if not any(note.startswith("harvest:") for note in getattr(error, "__notes__", ())):
-            error.add_note(f"harvest: in `{primitive_name(eqn)}`, at {source_of(eqn)}")
+            error.add_note(f"harvest: in `{primitive_name(eqn)}`, at {source_of(eqn.source_info)}")
         raise
 
 
@@ -267,6 +267,23 @@ def cond_params(eqn: JaxprEqn) -> CondParams:
     return CondParams(eqn.params["branches"], eqn.params.get("branches_platforms"))
 
 
+class WhileParams(NamedTuple):
+    cond_jaxpr: Jaxpr  # [*cond_consts, *carry] -> [predicate]
+    body_jaxpr: Jaxpr  # [*body_consts, *carry] -> [*carry]
+    cond_consts: int
+    body_consts: int
+    batched: bool  # the predicate is, by `vmap`, which no public function can spell
+
+
+def while_params(eqn: JaxprEqn) -> WhileParams:
+    """The inputs of the equation are `[*cond_consts, *body_consts, *carry]`."""
+    p = eqn.params
+    batched = bool(p["cond_jaxpr"].out_avals[0].ndim)
+    return WhileParams(
+        p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"], batched
+    )
+
+
 def called_jaxpr(eqn: JaxprEqn) -> Jaxpr:
     """The body of `custom_jvp_call`, `custom_vjp_call`, `eval_jaxpr` and `composite`."""
     return eqn.params["call_jaxpr"]
@@ -277,66 +294,12 @@ def is_symbolic_zero(value: Any) -> bool:
     return type(value).__name__ in ("SymbolicZero", "Zero")
 
 
-Positions = Sequence[tuple[int | None, ...]]  # for each leaf, for each `vmap`, outermost first
-
-
-def moved(aval: Any, positions: tuple[int | None, ...]) -> Any:
-    """The type of a value whose batch axes are moved to the front."""
-    if not hasattr(aval, "shape"):  # a hi type
-        return aval
-    axes = [axis for axis in positions if axis is not None]
-    rest = [size for axis, size in enumerate(aval.shape) if axis not in axes]
-    return _with_shape(aval, (*(aval.shape[axis] for axis in axes), *rest))
-
-
-def _with_shape(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
-
-
-def axes_to_front(leaves: Sequence[Any], positions: Positions) -> list[Any]:
-    """Move the axes that `vmap` added to the front, the outermost first."""
-    return [_moveaxis(leaf, axes, None) for leaf, axes in zip(leaves, positions, strict=True)]
-
-
-def axes_from_front(leaves: Sequence[Any], positions: Positions) -> list[Any]:
-    """The inverse of `axes_to_front`."""
-    return [_moveaxis(leaf, None, axes) for leaf, axes in zip(leaves, positions, strict=True)]
-
-
-def _moveaxis(leaf: Any, source: Any, destination: Any) -> Any:
-    batch = [axis for axis in source or destination or () if isinstance(axis, int)]
-    if not batch:
-        return leaf
-    front = list(range(len(batch)))
-    return jnp.moveaxis(leaf, batch if source else front, front if source else batch)
-
-
-def stacked(aval: Any, length: int) -> Any:
-    """The type of `length` values of type `aval`, stacked on a new leading axis."""
-    if not hasattr(aval, "shape"):
-        return aval.inc_rank(length, aval.leading_axis_spec())
-    return _with_shape(aval, (length, *aval.shape))
-
-
 def vary_like(value: Any, aval: Any) -> Any:
     """Inside `shard_map`, let `value` vary over the mesh axes that `aval` varies over."""
     have = getattr(getattr(jax.typeof(value), "manual_axis_type", None), "varying", ())
     want = getattr(getattr(aval, "manual_axis_type", None), "varying", ())
     missing = tuple(axis for axis in want if axis not in have)
     return lax.pcast(value, missing, to="varying") if missing else value
-
-
-def same_types(a: Any, b: Any) -> bool:
-    """Whether two trees of avals are the same, but for weak types, which a `cond` promotes."""
-
-    def same(x: Any, y: Any) -> bool:
-        if not hasattr(x, "shape") or not hasattr(y, "shape"):
-            return x == y
-        return x.shape == y.shape and x.dtype == y.dtype
-
-    if jax.tree.structure(a) != jax.tree.structure(b):
-        return False
-    return all(map(same, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
 def like_weak(value: jax.Array, aval: Any) -> jax.Array:
@@ -349,32 +312,3 @@ def like_weak(value: jax.Array, aval: Any) -> jax.Array:
     return primitives.convert_element_type_p.bind(
         value, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None
     )
-
-
-def dropped(aval: Any, axes: int) -> Any:
-    """The type without its leading axes."""
-    if not hasattr(aval, "shape"):
-        for _ in range(axes):
-            aval = aval.dec_rank(None, aval.leading_axis_spec())
-        return aval
-    return _with_shape(aval, aval.shape[axes:])
-
-
-def unbatched(aval: Any, positions: tuple[int | None, ...]) -> Any:
-    """The type of one example of a batch."""
-    batch = [axis for axis in positions if axis is not None]
-    return dropped(moved(aval, positions), len(batch)) if hasattr(aval, "shape") else aval
-
-
-def describe(value: Any) -> str:
-    """What a value is: `f32[12,128]`, or the name of its class."""
-    try:
-        aval = jax.typeof(value)
-    except TypeError:
-        return f"a `{type(value).__name__}`"
-    return short(aval) if hasattr(aval, "shape") else str(aval)
-
-
-def short(aval: Any) -> str:
-    """A type as `f32[12,128]`."""
-    return jax.core.ShapedArray(aval.shape, aval.dtype).str_short(short_dtypes=True)

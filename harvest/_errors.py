@@ -6,7 +6,7 @@ Every message says what was got, what was wanted and what to do, and names the u
 import difflib
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import jax
 import jaxtyping
@@ -174,14 +174,22 @@ def warn(message: str) -> None:
     warnings.warn(message, HarvestWarning, skip_file_prefixes=skipped)
 
 
-def nearest(key: str, keys: Iterable[str]) -> str:
-    """A hint for a key that was not found: the likely ones, or else what there is."""
-    keys = sorted(set(keys))
+def nearest(key: str, sources: Mapping[str, str | None]) -> str:
+    """A hint for a key that was not found: the likely ones, or else what there is.
+
+    `sources` has the keys there are, and where each is sown.
+    """
+    keys = sorted(sources)
     if not keys:
-        return "the program sows nothing"
+        return "there are none"
     name = key.rpartition("/")[2]
     close = [k for k in keys if k.rpartition("/")[2] == name and k != key][:3]
     if close := close or difflib.get_close_matches(key, keys, n=3, cutoff=0.5):
-        return "did you mean " + " or ".join(map(repr, close)) + "?"
-    listed = ", ".join(map(repr, keys[:12]))
-    return f"the sites are {listed}" + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")
+        return "did you mean " + " or ".join(_located(k, sources) for k in close) + "?"
+    listed = ", ".join(_located(k, sources) for k in keys[:12])
+    return f"there are {listed}" + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")
+
+
+def _located(key: str, sources: Mapping[str, str | None]) -> str:
+    source = sources[key]
+    return repr(key) if source is None else f"{key!r} (sown at {source})"

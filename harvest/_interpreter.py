@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from . import _compat
+from . import _compat, _types
 from ._apply import apply_edit
-from ._edits import Edit, Loop
+from ._edit_nodes import Edit, Loop
 from ._markers import Mark, Tag
 from ._rule import Entry, Rule, rule_for
 from ._walk import Walk
@@ -151,7 +151,7 @@ class Replay:
         marker = _compat.hi_prim(eqn)
         with _compat.equation_context(eqn):
             if isinstance(marker, Mark):
-                return Result([], [_compat.axes_to_front(invals, marker.positions)])
+                return Result([], [_types.axes_to_front(invals, marker.positions)])
             if isinstance(marker, Tag):
                 where = inside.entries[0].describe()
                 edited = apply_edit(

@@ -3,18 +3,17 @@
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from . import _compat
-from ._apply import fit
-from ._edits import Branches, Chain, Each, Edit, Replace, as_edit
+from . import _types
+from ._edit_nodes import Edit, Replace
+from ._edits import as_edit
 from ._errors import DuplicateSiteError, PlantError, SelectError, UnsupportedError
+from ._fit import Mode, prepared
 from ._interpreter import Action, Actions
-from ._rule import CondSum, Entry
+from ._rule import Entry
 from ._select import Chosen, check_found, is_static, matches
 from ._site import Site, Sites, site_of
-
-Mode = Literal["strict", "append"]
 
 
 def check_mode(mode: str) -> None:
@@ -49,7 +48,7 @@ def sites_of(entries: Sequence[Entry]) -> Sites:
 def resolve(select: Any, entries: Sequence[Entry], readable: bool, what: str) -> Chosen:
     """What `select` chooses in a program, without the user's function that chose it."""
     table = [site for _, _, site in numbered(entries, readable)]
-    keys = frozenset(site.key for site in table)
+    keys = {site.key: site.source for site in table}
     check_found(select, keys, what)
     return Chosen((site.key, site.occurrence) for site in table if matches(select, site, keys))
 
@@ -65,7 +64,7 @@ def plan_reads(entries: Sequence[Entry], select: Any, mode: Mode, what: str) -> 
     actions: list[Action | None] = [None] * len(entries)
     reads = []
     rows = list(numbered(entries, readable=True))
-    keys = frozenset(site.key for _, _, site in rows)
+    keys = {site.key: site.source for _, _, site in rows}
     check_found(select, keys, what)
     for position, entry, site in rows:
         if matches(select, site, keys):
@@ -81,7 +80,7 @@ def plan_plants(entries: Sequence[Entry], plants: Sequence[tuple[Any, Any]], mod
     """Plant `(select, value or edit)` pairs."""
     sown = list(numbered(entries, readable=True))
     rows = list(numbered(entries, readable=False))
-    keys = frozenset(site.key for _, _, site in rows)
+    keys = {site.key: site.source for _, _, site in rows}
     chosen: dict[int, tuple[Any, Edit | None]] = {}
     for select, plant in plants:
         check_found(select, keys, "plants")
@@ -143,9 +142,9 @@ def _edits(
     if mode == "strict":
         _check_unique(occurrences, "plant")
     if _is_edit(plant):
-        return [_prepared(as_edit(plant), entry) for _, entry, _ in rows]
+        return [prepared(as_edit(plant), entry) for _, entry, _ in rows]
     if mode == "strict":
-        return [_prepared(Replace(plant), entry, mode) for _, entry, _ in rows]
+        return [prepared(Replace(plant), entry, mode) for _, entry, _ in rows]
     return _appended(plant, rows, occurrences)
 
 
@@ -153,7 +152,7 @@ def _appended(plant: Any, rows: Sequence[Row], occurrences: Sequence[Entry]) -> 
     """One item of a tuple for each occurrence; None leaves an occurrence alone."""
     _, first, site = rows[0]
     if not isinstance(plant, tuple | list) or len(plant) != len(occurrences):
-        got = f"{len(plant)} items" if isinstance(plant, tuple | list) else _compat.describe(plant)
+        got = f"{len(plant)} items" if isinstance(plant, tuple | list) else _types.describe(plant)
         raise PlantError(
             f'`plant(..., mode="append")` got {got} for {first.describe()}, which occurs '
             f"{len(occurrences)} times; wanted a tuple of that many, with None where an "
@@ -166,7 +165,7 @@ def _appended(plant: Any, rows: Sequence[Row], occurrences: Sequence[Entry]) -> 
             "cannot be told apart; plant before differentiating: `jax.grad(plant(f, ...))`"
         )
     return [
-        None if item is None else _prepared(as_edit(item), entry, "append")
+        None if item is None else prepared(as_edit(item), entry, "append")
         for item, (_, entry, _) in zip(plant, rows, strict=True)
     ]
 
@@ -221,93 +220,3 @@ def _fruitless(entries: Sequence[Entry]) -> Iterator[str]:
                 f"planting {key!r} changes nothing: the result of the `sow` at "
                 f"{group[0].source} is not used; write `h = sow(h, name={name!r})`"
             )
-
-
-# ----------------------------------------------------------------- edits made fit for a site
-
-
-def _prepared(edit: Edit, entry: Entry, mode: Mode = "strict") -> Edit:
-    """The edit as it is applied in every iteration, checked against the site."""
-    if isinstance(edit, Replace):
-        _check_not_occurrences(edit.value, entry, mode)
-        return _replacing(edit.value, entry, ())
-    edit = _nested(edit, entry)
-    for inner, loops in entry.innermost():
-        try:
-            edit.check(loops)
-        except PlantError as error:
-            raise PlantError(f"{error}, for {inner.describe()}") from None
-    return edit
-
-
-def _check_not_occurrences(value: Any, entry: Entry, mode: Mode) -> None:
-    node = entry.marker.label.structure.treedef.node_data()
-    is_tuple = node is not None and issubclass(node[0], tuple)
-    if mode == "strict" and isinstance(value, tuple) and not is_tuple:
-        raise PlantError(
-            f"got a tuple for {entry.describe()}, as `capture` returns them: to plant the "
-            'occurrences of a key in call order, pass mode="append"'
-        )
-
-
-def _replacing(value: Any, entry: Entry, outer: tuple[int, ...]) -> Edit:
-    """An edit that replaces by a value of the form in which the site is read."""
-    branchwise = isinstance(value, CondSum) and entry.branches is not None
-    if not entry.summed and not branchwise:
-        wanted = entry.type
-        for length in reversed(outer):
-            wanted = [_compat.stacked(aval, length) for aval in wanted]
-        fit(value, entry.marker.label.structure, wanted, entry.describe())
-        return Each(Replace(value)) if outer or entry.loops else Replace(value)
-    assert entry.branches is not None
-    outer = (*outer, *entry.around)
-    parts = value.branches if isinstance(value, CondSum) else None
-    if parts is not None and len(parts) != len(entry.branches):
-        raise PlantError(
-            f"got a `CondSum` of {len(parts)} branches, wanted {len(entry.branches)}, for "
-            f"{entry.describe()}"
-        )
-    edits = []
-    for number, branch in enumerate(entry.branches):
-        part = value if parts is None else parts[number]
-        if branch is None or part is None:
-            if branch is None and parts is not None and part is not None:
-                raise PlantError(
-                    f"got a value for branch {number} of {entry.describe()}, which has no such "
-                    "site; wanted None there"
-                )
-            edits.append(Chain(()))
-        else:
-            edits.append(_replacing(part, branch, outer))
-    return Branches(tuple(edits))
-
-
-def _nested(edit: Edit, entry: Entry) -> Edit:
-    """Inside other edits a value may be that of one iteration, or stacked over all."""
-    if isinstance(edit, Each):
-        return edit
-    if not isinstance(edit, Replace):
-        fields = {f.name: getattr(edit, f.name) for f in dataclasses.fields(edit)}
-        return type(edit)(**{name: _nested_field(v, entry) for name, v in fields.items()})
-    if not any(loops for _, loops in entry.innermost()):
-        return edit
-    for inner, loops in entry.innermost():
-        once = [_compat.dropped(aval, len(inner.loops)) for aval in inner.type]
-        stacked = once
-        for length in reversed(loops):
-            stacked = [_compat.stacked(aval, length) for aval in stacked]
-        structure, where = inner.marker.label.structure, inner.describe()
-        try:
-            fit(edit.value, structure, stacked, where)
-        except PlantError:
-            fit(edit.value, structure, once, where + ", in one iteration")
-            return edit
-    return Each(edit)
-
-
-def _nested_field(value: Any, entry: Entry) -> Any:
-    if isinstance(value, Edit):
-        return _nested(value, entry)
-    if isinstance(value, tuple) and value and all(isinstance(v, Edit) for v in value):
-        return tuple(_nested(v, entry) for v in value)
-    return value

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ._edits import Edit
+from ._edit_nodes import Edit
 from ._errors import PlantError
 from ._interpreter import Replay
 from ._plan import Mode, check_mode, plan_plants, resolve_keys
@@ -63,6 +63,10 @@ def plant(
     - [`harvest.PlantError`][]: a value or an edit is of another tree, shape or dtype than the site.
     - [`harvest.DuplicateSiteError`][]: in strict mode, a key is sown more than once.
     - [`harvest.UnsupportedError`][]: a site is in a structure that cannot be opened.
+
+    To differentiate a planted function, plant first: `jax.grad(plant(f, ...))`. Around a gradient,
+    `plant(jax.grad(f), ...)` replaces the values that the backward pass uses, and edits the
+    cotangents that [`harvest.perturb`][] makes visible, but derivatives stay those of `f`.
 
     A [`harvest.HarvestWarning`][] says so if a site feeds nothing (`sow(h, ...)` whose result is
     not used).

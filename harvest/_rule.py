@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 from jax.extend.core import JaxprEqn
 
-from . import _compat
+from . import _compat, _types
 from ._markers import Mark, Tag
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Entry:
     """
 
     marker: Mark | Tag
-    source: str  # the user's file and line
+    source_info: Any  # of the `sow`
     scope: tuple[str, ...]
     type: Any
     loops: tuple[int, ...] = ()  # lengths of the loops around it, outermost first
@@ -81,13 +81,18 @@ class Entry:
     feeds: bool = True  # something besides marks uses the result of this `Tag`
 
     @staticmethod
-    def of(marker: Mark | Tag, source: str, scope: tuple[str, ...], feeds: bool) -> "Entry":
+    def of(marker: Mark | Tag, source_info: Any, scope: tuple[str, ...], feeds: bool) -> "Entry":
         avals = zip(marker.in_avals, marker.positions, strict=True)
-        return Entry(marker, source, scope, [_compat.moved(*a) for a in avals], feeds=feeds)
+        return Entry(marker, source_info, scope, [_types.moved(*a) for a in avals], feeds=feeds)
 
     @property
     def key(self) -> str:
         return "/".join((*self.scope, self.marker.label.name))
+
+    @property
+    def source(self) -> str:
+        """The user's file and line."""
+        return _compat.source_of(self.source_info)
 
     @property
     def readable(self) -> bool:
@@ -110,7 +115,7 @@ class Entry:
 
     def looped(self, length: int) -> "Entry":
         """As seen from outside a loop that stacks what is read in its body."""
-        stacked = jax.tree.map(lambda aval: _compat.stacked(aval, length), self.type)
+        stacked = jax.tree.map(lambda aval: _types.stacked(aval, length), self.type)
         return dataclasses.replace(self, type=stacked, loops=(length, *self.loops))
 
     def block(self, primitive: str) -> "Entry":
@@ -170,6 +175,7 @@ class Rule(Protocol):
 
 
 _RULES: dict[str, Rule] = {}
+ON_NEW_RULE: list[Callable[[], None]] = []  # what was decided by the rules there were
 
 
 def register_rule(*primitives: str) -> Callable[[type[Rule]], type[Rule]]:
@@ -203,6 +209,8 @@ def register_rule(*primitives: str) -> Callable[[type[Rule]], type[Rule]]:
     def decorator(rule: type[Rule]) -> type[Rule]:
         for name in primitives:
             _RULES[name] = rule()
+        for forget in ON_NEW_RULE:
+            forget()
         return rule
 
     return decorator

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ._errors import SelectError, UnknownSiteError, nearest
@@ -37,7 +37,7 @@ def is_static(select: Any) -> bool:
     return not callable(select)
 
 
-def matches(select: Any, site: Site, keys: frozenset[str]) -> bool:
+def matches(select: Any, site: Site, keys: Mapping[str, str]) -> bool:
     """Whether `site` is meant, in a program with these keys."""
     if select is None:
         return True
@@ -49,7 +49,7 @@ def matches(select: Any, site: Site, keys: frozenset[str]) -> bool:
     return bool(select(site))
 
 
-def check_found(select: Any, keys: frozenset[str], what: str) -> None:
+def check_found(select: Any, keys: Mapping[str, str], what: str) -> None:
     """Raise an `UnknownSiteError` for a glob in `select` that matches nothing."""
     if isinstance(select, tuple):
         for s in select:

@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax
 
-from . import _compat
+from . import _types
+from ._errors import UnknownSiteError, nearest
 from ._rule import Entry
 
 
@@ -83,7 +84,7 @@ class Site:
         sizes = tuple(axis.size for axis in self.axes)
         leaves = jax.tree.leaves(self.aval)
         return " ".join(
-            _compat.short(jax.ShapeDtypeStruct((*sizes, *leaf.shape), leaf.dtype))
+            _types.short(jax.ShapeDtypeStruct((*sizes, *leaf.shape), leaf.dtype))
             if isinstance(leaf, jax.ShapeDtypeStruct)
             else str(leaf)
             for leaf in leaves
@@ -94,7 +95,7 @@ def site_of(entry: Entry, occurrence: int) -> Site:
     marker = entry.marker
     label = marker.label
     avals = [
-        _compat.unbatched(aval, axes)
+        _types.unbatched(aval, axes)
         for aval, axes in zip(marker.in_avals, marker.positions, strict=True)
     ]
     return Site(
@@ -172,7 +173,8 @@ class Sites(Sequence[Site]):
             for site in self._sites:
                 if site.key == index:
                     return site
-            raise KeyError(index)
+            sources = {site.key: site.source for site in self._sites}
+            raise UnknownSiteError(f"no site has the key {index!r}; {nearest(index, sources)}")
         return self._sites[index]
 
     def __len__(self) -> int:

@@ -50,6 +50,10 @@ def sow(value: Any, *, name: str, spec: Any = None) -> Any:
 
     `value`. Use the result (`h = sow(h, name="h")`), or a planted value feeds nothing.
 
+    What JAX does not trace as a part of the program cannot be seen: a `sow` under
+    `jax.ensure_compile_time_eval`, in a host callback, or in an opaque call such as
+    `equinox.internal.noinline`.
+
     **Raises:**
 
     - [`harvest.SowError`][]: the name is empty, not a string or contains `/`; or a leaf is a

@@ -11,26 +11,25 @@ is traced once for each set of types. `_programs` has, for a transformed functio
 that evaluates it.
 """
 
-import collections
-import contextlib
 import functools
 import inspect
-import threading
 import types
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr
 
 from . import _compat
+from ._cache import Cache, count_identities, name_of
 from ._errors import HarvestError, UnsupportedError, warn
-from ._structure import HOLE, Structure, is_array, is_traced
+from ._rule import ON_NEW_RULE
+from ._structure import Structure, is_array, is_traced
 from ._walk import Walk
 
-_MAX_ENTRIES = 1024  # of each cache
-_MANY_TRACES = 8  # of one piece of code, under new identities, until we warn
+_traces = Cache()  # jitted functions, for their traces
+_programs = Cache()  # jitted evaluations of transformed functions
+ON_NEW_RULE.extend((_traces.clear, _programs.clear))
 
 
 class Program(NamedTuple):
@@ -97,7 +96,7 @@ class Transformed:
         return self if obj is None else types.MethodType(self, obj)
 
     def __repr__(self) -> str:
-        return f"<harvest.{type(self).__name__.lower()} of {_name(self.fn)}>"
+        return f"<harvest.{type(self).__name__.lower()} of {name_of(self.fn)}>"
 
     def _options(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self._static)
@@ -111,7 +110,8 @@ class Transformed:
         except HarvestError as error:
             # The frames between are ours and JAX's, as is the note that JAX adds about them; the
             # message has the user's line.
-            error.__notes__ = [n for n in getattr(error, "__notes__", ()) if "harvest" in n]
+            notes = getattr(error, "__notes__", ())
+            error.__notes__ = [note for note in notes if "internal frames" not in note]
             raise error.with_traceback(None) from None
         value, notes = result
         for note in notes:
@@ -149,7 +149,7 @@ def _checked(fn: Any, name: str) -> Callable[..., Any]:
     for kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction):
         if kind(fn):
             raise UnsupportedError(
-                f"`{name}` got `{_name(fn)}`, a generator or coroutine function, whose body does "
+                f"`{name}` got `{name_of(fn)}`, a generator or coroutine function, whose body does "
                 "not run when it is called; wanted a function that returns its result"
             )
     held = [fn, getattr(fn, "__self__", None)]
@@ -189,7 +189,8 @@ def trace_cached(
     entry = _traces.get(structure, lambda pending: _flat(name, pending))
     with entry.pending(structure), jax.disable_jit(False):
         traced = entry.jitted.trace(*leaves)
-    return Program(traced.jaxpr, leaves, jax.tree.structure(traced.out_info), Walk())
+    walk = entry.walks.setdefault(traced.jaxpr, Walk())
+    return Program(traced.jaxpr, leaves, jax.tree.structure(traced.out_info), walk)
 
 
 def _flat(name: str, structure: "Structure | Callable[[], Structure]") -> Callable[..., _Packed]:
@@ -202,7 +203,7 @@ def _flat(name: str, structure: "Structure | Callable[[], Structure]") -> Callab
             return _Packed.pack(fn(*args, **kwargs))
         except Exception as error:
             if not isinstance(error, HarvestError):
-                error.add_note(f"harvest: raised while `{name}` traced `{_name(fn)}`")
+                error.add_note(f"harvest: raised while `{name}` traced `{name_of(fn)}`")
             raise
 
     return flat
@@ -210,7 +211,7 @@ def _flat(name: str, structure: "Structure | Callable[[], Structure]") -> Callab
 
 def _run_staged(transformed: Transformed, args: Any, kwargs: Any) -> tuple[Any, tuple[str, ...]]:
     leaves, structure = Structure.flatten((transformed, args, kwargs), is_traced)
-    entry = _programs.get(structure, _program, on_new=_count_identities)
+    entry = _programs.get(structure, _program, on_new=count_identities)
     with entry.pending(structure):
         packed = entry.jitted(*leaves)
     return packed.unflatten()
@@ -222,135 +223,3 @@ def _program(pending: Callable[[], Structure]) -> Callable[..., _Packed]:
         return _Packed.pack(transformed._inline(args, kwargs, trace_cached))
 
     return run
-
-
-# --------------------------------------------------------------------------------- caching
-
-
-class _Entry:
-    """A jitted function that does not keep the user's functions alive.
-
-    It finds them, when JAX traces it, in the call that is under way.
-    """
-
-    def __init__(self, make: Callable[[Callable[[], Structure]], Callable]):
-        self._calls = calls = threading.local()
-        self.jitted = jax.jit(make(lambda: calls.structure))
-
-    @contextlib.contextmanager
-    def pending(self, structure: Structure) -> Iterator[None]:
-        """Run a call of this structure, in this thread."""
-        outer = getattr(self._calls, "structure", None)
-        self._calls.structure = structure
-        try:
-            yield
-        finally:
-            self._calls.structure = outer
-
-
-class _Cache:
-    """Entries by structure: bounded, and dropped when a function in the structure dies."""
-
-    def __init__(self) -> None:
-        self._entries: collections.OrderedDict[Any, tuple[_Entry, list[Any]]]
-        self._entries = collections.OrderedDict()
-        self._lock = threading.RLock()
-
-    def get(
-        self,
-        structure: Structure,
-        make: Callable,
-        on_new: Callable[[list[Any]], None] = lambda objects: None,
-    ) -> _Entry:
-        key, objects = _key(structure)
-        with self._lock:
-            if (found := self._entries.get(key)) is not None:
-                self._entries.move_to_end(key)
-                return found[0]
-            entry = _Entry(make)
-            held = [_held(obj, functools.partial(self._drop, key)) for obj in objects]
-            self._entries[key] = (entry, held)
-            while len(self._entries) > _MAX_ENTRIES:
-                self._entries.popitem(last=False)
-        on_new(objects)
-        return entry
-
-    def _drop(self, key: Any, _: Any) -> None:
-        with self._lock:
-            self._entries.pop(key, None)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-_traces = _Cache()
-_programs = _Cache()
-
-
-class _Identity:
-    """Stands for an object that counts by identity, without keeping it alive."""
-
-    __slots__ = ("_id",)
-
-    def __init__(self, obj: Any):
-        self._id = id(obj)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._id == other._id
-
-    def __hash__(self) -> int:
-        return self._id
-
-
-def _key(structure: Structure) -> tuple[Structure, list[Any]]:
-    """A key that keeps no callable leaf alive, and those callables."""
-    objects: list[Any] = []
-
-    def static(leaf: Any) -> Any:
-        if leaf is HOLE or not callable(leaf):
-            return leaf
-        if isinstance(leaf, types.MethodType):  # a new object at each access
-            objects.extend((leaf.__self__, leaf.__func__))
-            return (_Identity(leaf.__self__), _Identity(leaf.__func__))
-        objects.append(leaf)
-        return _Identity(leaf)
-
-    return Structure(structure.treedef, list(map(static, structure.statics))), objects
-
-
-def _held(obj: Any, callback: Callable[[Any], None]) -> Any:
-    try:
-        return weakref.ref(obj, callback)
-    except TypeError:
-        return obj  # kept alive, as an identity must be
-
-
-# For each piece of code, how many functions of it have been traced, and those still alive.
-_identities: weakref.WeakKeyDictionary[types.CodeType, tuple[int, weakref.WeakSet[Any]]]
-_identities = weakref.WeakKeyDictionary()
-
-
-def _count_identities(objects: list[Any]) -> None:
-    """Warn about functions that are made anew for each call, since each is traced anew."""
-    for obj in objects:
-        fn = inspect.unwrap(obj)
-        if not isinstance(fn, types.FunctionType):
-            continue
-        code = fn.__code__
-        count, alive = _identities.get(code, (0, weakref.WeakSet()))
-        if fn in alive:
-            continue
-        count += 1
-        alive.add(fn)
-        _identities[code] = (count, alive)
-        if count == _MANY_TRACES:
-            warn(
-                f"`{_name(obj)}` ({code.co_filename}:{code.co_firstlineno}) was traced {count} "
-                "times, each time as a new function object, since functions are told apart by "
-                "identity; define it once, or pass what changes as an array in a "
-                "`jax.tree_util.Partial` or an Equinox module"
-            )
-
-
-def _name(fn: Any) -> str:
-    return getattr(fn, "__qualname__", None) or type(fn).__name__

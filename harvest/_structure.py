@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from . import _compat
@@ -94,10 +93,3 @@ def same_static(a: Any, b: Any) -> bool:
         return type(a) is type(b) and bool(a == b)
     except Exception:
         return False
-
-
-def number_fits(given: Any, dtype: Any) -> bool:
-    """Whether numbers of one dtype can stand where another is wanted: ints for floats, not back."""
-    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
-    rank = [[jnp.issubdtype(d, kind) for kind in kinds] for d in (given, dtype)]
-    return all(map(any, rank)) and rank[0].index(True) <= rank[1].index(True)

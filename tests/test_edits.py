@@ -269,6 +269,9 @@ BAD_INDICES = [
     (loop, each(add(X)), r"loop axes \(5,\), and got an array of shape \(3,\).*'h'"),
     (nested, each(add(jnp.ones((2, 2)))), r"loop axes \(2, 3\), and got .* shape \(2, 2\)"),
     (loop, at(0, replace(jnp.ones(4))), r"got f32\[4\], wanted f32\[\].*in one iteration"),
+    (loop, replace(jnp.ones(4)), r"got f32\[4\], wanted f32\[5\], for the site 'h'"),
+    (loop, np.float32(1), r"got f32\[\], wanted f32\[5\]"),
+    (nested, jnp.ones((3, 2)), r"got f32\[3,2\], wanted f32\[2,3\]"),
     (loop, chain(add(1), at(7, zero())), "index 7 for a loop of length 5"),
     (loop, at(0, chain(each(add(X)))), r"shape \(3,\)"),
 ]  # fmt: skip

@@ -152,7 +152,7 @@ OUTSIDE = {
     [
         *((structure, "grad") for structure in STRUCTURES),
         *((structure, "jvp") for structure in [*SOME, "checkpoint", "custom_jvp"]),
-        *((structure, "vmap of grad") for structure in [*SOME, "checkpoint", "custom_vjp"]),
+        *((structure, "vmap of grad") for structure in [*SOME[:3], "checkpoint", "custom_vjp"]),
     ],
 )
 def test_as_often_under_differentiation(structure, outside):

@@ -160,7 +160,7 @@ def test_numbers_of_another_kind_are_refused(value, dtype, message):
 # --------------------------------------------------------------------------------- what is refused
 
 UNKNOWN = [
-    (f, "g", "the key 'g' matches no site; the sites are 'h'"),
+    (f, "g", "the key 'g' matches no site; there are 'h'"),
     (two, "aa", "the key 'aa' matches no site; did you mean 'a'"),
     (layers, "layers/1/redis", "did you mean 'layers/1/resid'"),
     (layers, "resid", "the key 'resid' matches no site"),
@@ -171,7 +171,7 @@ UNKNOWN = [
     ),
     (layers, "*", "the glob '[*]' matches no site"),
     (layers, ("**", "typo"), "the key 'typo' matches no site"),
-    (lambda x: x, "h", "the key 'h' matches no site; the program sows nothing"),
+    (lambda x: x, "h", "the key 'h' matches no site; there are none"),
 ]
 
 

@@ -13,7 +13,21 @@ import pytest
 from jax import lax
 
 import harvest
-from harvest import _stage, add, at, capture, chain, each, indexed, plant, reap, scale, sites, sow
+from harvest import (
+    _cache,
+    _stage,
+    add,
+    at,
+    capture,
+    chain,
+    each,
+    indexed,
+    plant,
+    reap,
+    scale,
+    sites,
+    sow,
+)
 
 COMPILED: list[str] = []
 
@@ -307,7 +321,7 @@ def test_arguments_and_planted_values_are_not_kept(edit):
 
 
 def test_caches_are_bounded(monkeypatch):
-    monkeypatch.setattr(_stage, "_MAX_ENTRIES", 4)
+    monkeypatch.setattr(_cache, "_MAX_ENTRIES", 4)
     fn = Counted(lambda x, k: sow(x + k, name="h"))
     for k in [*range(8), *range(8)]:
         np.testing.assert_allclose(reap(fn)(X, k)["h"], X + k)

@@ -6,3 +6,4 @@ from . import _custom_derivatives as _custom_derivatives
 from . import _jit as _jit
 from . import _remat as _remat
 from . import _scan as _scan
+from . import _while as _while

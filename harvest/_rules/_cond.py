@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import _compat
-from .._edits import in_branch
+from .. import _compat, _types
+from .._edit_nodes import in_branch
 from .._interpreter import Action
 from .._rule import CondSum, Entry, register_rule
 
@@ -72,7 +72,7 @@ def _united(row: Sequence[Entry | None]) -> Entry:
 
 def _same_type(a: Entry, b: Entry) -> bool:
     same_structure = a.marker.label.structure == b.marker.label.structure
-    return same_structure and a.loops == b.loops and _compat.same_types(a.type, b.type)
+    return same_structure and a.loops == b.loops and _types.same_types(a.type, b.type)
 
 
 def _read(inside) -> list[Entry]:

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 
 from .. import _compat
-from .._edits import split_arrays
+from .._edit_nodes import split_arrays
 from .._interpreter import Result
 from .._rule import register_rule
 

@@ -5,7 +5,7 @@ import jax
 from jax import lax
 
 from .. import _compat
-from .._edits import split_arrays
+from .._edit_nodes import split_arrays
 from .._rule import register_rule
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _compat
-from .._edits import Loop, split_each
+from .._edit_nodes import Loop, split_each
 from .._rule import register_rule
 
 

@@ -1,0 +1,236 @@
+"""What an edit is, and what becomes of it in the structures around a site."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _types
+from ._errors import PlantError
+from ._iterations import check_index, is_chosen, per_loop
+from ._structure import is_array
+
+
+class Loop(NamedTuple):
+    """One loop around a site: its current index, traced, and its length."""
+
+    index: Any
+    length: int
+
+
+class Context(NamedTuple):
+    """Where an edit is applied."""
+
+    loops: tuple[Loop, ...]  # outermost first
+    mapped: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]  # `vmap` over the batch axes
+    fitted: Callable[[Any], Any]  # the edited value, checked to be of the type of the site
+
+
+class Edit(eqx.Module):
+    """What happens to a value at a site.
+
+    A module: its arrays are arguments of the transformed program, so new values never retrace.
+    The value has its batch axes in front.
+    """
+
+    def apply(self, value: Any, context: Context) -> Any:
+        raise NotImplementedError
+
+    def check(self, loops: tuple[int, ...]) -> None:
+        """Raise a `PlantError` if this edit does not fit into loops of these lengths."""
+
+
+class Replace(Edit):
+    value: Any
+
+    def apply(self, value, context):
+        return self.value
+
+
+class Call(Edit):
+    fn: Callable[[Any], Any]
+
+    def apply(self, value, context):
+        return context.mapped(self.fn)(value)
+
+
+class Indexed(Edit):
+    fn: Callable[[Any, tuple[Any, ...]], Any]
+
+    def apply(self, value, context):
+        index = tuple(loop.index for loop in context.loops)
+        return context.mapped(lambda v: self.fn(v, index))(value)
+
+
+class Add(Edit):
+    value: Any
+
+    def apply(self, value, context):
+        return _leafwise(jnp.add, value, self.value)
+
+
+class Scale(Edit):
+    factor: Any
+
+    def apply(self, value, context):
+        return _leafwise(jnp.multiply, value, self.factor)
+
+
+class Zero(Edit):
+    def apply(self, value, context):
+        return jax.tree.map(lambda x: jnp.zeros_like(x) if is_array(x) else x, value)
+
+
+class Chain(Edit):
+    edits: tuple[Edit, ...]
+
+    def apply(self, value, context):
+        for edit in self.edits:
+            value = edit.apply(value, context)
+        return value
+
+    def check(self, loops):
+        for edit in self.edits:
+            edit.check(loops)
+
+
+class Each(Edit):
+    """Every loop around the site slices the arrays of `edit`; see `split_each`."""
+
+    edit: Edit
+
+    def apply(self, value, context):
+        return self.edit.apply(value, context)
+
+    def check(self, loops):
+        if not loops:
+            raise PlantError("got `each(...)` where there is no loop")
+        for leaf in filter(is_array, jax.tree.leaves(self.edit)):
+            if leaf.shape[: len(loops)] != loops:
+                raise PlantError(
+                    f"`each` slices its arrays along the loop axes {loops}, and got an array of "
+                    f"shape {leaf.shape}"
+                )
+
+
+class At(Edit):
+    index: Any
+    edit: Edit
+
+    def apply(self, value, context):
+        chosen = jnp.asarray(True)
+        for index, loop in zip(per_loop(self.index), context.loops, strict=True):
+            chosen = chosen & is_chosen(index, *loop)
+        if _is_cheap(self.edit):
+            edited = context.fitted(self.edit.apply(value, context))
+            return _where(chosen, edited, value)
+        # Run the user's function only where it is wanted: it may be large, and where it is not
+        # finite a `where` would let NaNs into the gradient.
+        arrays, rest = eqx.partition(value, is_array)
+
+        def edited_arrays(arrays):
+            new = self.edit.apply(eqx.combine(arrays, rest), context)
+            return eqx.filter(context.fitted(new), is_array)
+
+        return eqx.combine(lax.cond(chosen, edited_arrays, lambda arrays: arrays, arrays), rest)
+
+    def check(self, loops):
+        indices = per_loop(self.index)
+        if not loops:
+            raise PlantError("got `at(...)` where there is no loop")
+        if len(indices) != len(loops):
+            raise PlantError(
+                f"got `at` with {len(indices)} index(es) in {len(loops)} nested loops of lengths "
+                f"{loops}; wanted a tuple of one index for each, outermost first, with `...` for "
+                "all iterations"
+            )
+        for index, length in zip(indices, loops, strict=True):
+            check_index(index, length)
+        self.edit.check(loops)
+
+
+class Branches(Edit):
+    """One edit for each branch of a `cond`; see `in_branch`."""
+
+    edits: tuple[Edit, ...]
+
+    def check(self, loops):
+        pass  # built by harvest from a value that has been checked
+
+
+# ------------------------------------------------------------------ structures around a site
+
+
+def split_each(edits: Sequence[Edit]) -> tuple[Any, Any]:
+    """What a loop slices (the arrays inside `Each`), and the rest; see `equinox.partition`."""
+
+    def spec(node: Any) -> Any:
+        return jax.tree.map(is_array, node) if isinstance(node, Each) else False
+
+    return eqx.partition(
+        edits, jax.tree.map(spec, edits, is_leaf=lambda node: isinstance(node, Each))
+    )
+
+
+def split_arrays(edits: Sequence[Edit]) -> tuple[Any, Any]:
+    """The arrays of the edits, and the rest: what can be an argument, and what cannot."""
+    return eqx.partition(edits, is_array)
+
+
+def in_branch(edit: Edit, branch: int) -> Edit:
+    """What is left of an edit inside one branch of the outermost `cond` around the site."""
+    return jax.tree.map(
+        lambda node: node.edits[branch] if isinstance(node, Branches) else node,
+        edit,
+        is_leaf=lambda node: isinstance(node, Branches),
+    )
+
+
+# -------------------------------------------------------------------------------- details
+
+
+def _is_cheap(edit: Edit) -> bool:
+    """Whether an edit runs no function of the user's."""
+    nodes = jax.tree.leaves(edit, is_leaf=lambda node: isinstance(node, Call | Indexed))
+    return not any(isinstance(node, Call | Indexed) for node in nodes)
+
+
+def _where(chosen: Any, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda n, o: jnp.where(chosen, n, o) if is_array(o) else o, new, old)
+
+
+def _leafwise(op: Callable[[Any, Any], Any], value: Any, operand: Any) -> Any:
+    """`op` with one operand for all arrays of `value`, or with one for each."""
+    if jax.tree.structure(operand) != jax.tree.structure(value):
+        if not jax.tree_util.all_leaves([operand]):
+            raise PlantError(
+                f"got an operand of structure {jax.tree.structure(operand)} for a value of "
+                f"structure {jax.tree.structure(value)}; wanted the same, or one array"
+            )
+        operand = jax.tree.map(lambda _: operand, value)
+    return jax.tree.map(lambda x, y: op(x, _operand(y, x)) if is_array(x) else x, value, operand)
+
+
+def _operand(operand: Any, like: Any) -> Any:
+    """`operand` with the shape and dtype of `like`."""
+    operand = jnp.asarray(operand)
+    if jnp.issubdtype(like.dtype, jax.dtypes.extended):
+        raise PlantError(
+            f"got arithmetic for a value of type {_types.describe(like)}, which has none"
+        )
+    if operand.dtype not in (like.dtype, bool) and not _types.number_fits(
+        operand.dtype, like.dtype
+    ):
+        raise PlantError(
+            f"got an operand of type {_types.describe(operand)} for {_types.describe(like)}"
+        )
+    try:
+        return jnp.broadcast_to(operand.astype(like.dtype), like.shape)
+    except ValueError:
+        raise PlantError(
+            f"got an operand of type {_types.describe(operand)}, which does not broadcast to "
+            f"{_types.describe(like)}"
+        ) from None

@@ -1,0 +1,149 @@
+"""Values and edits made fit for a site, or refused."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from . import _compat, _types
+from ._edit_nodes import Branches, Chain, Each, Edit, Replace
+from ._errors import PlantError
+from ._rule import CondSum, Entry
+from ._structure import HOLE, Structure, is_array, same_static
+
+Mode = Literal["strict", "append"]
+
+
+def fit(value: Any, structure: Structure, avals: Sequence[Any], where: str) -> list[Any]:
+    """The leaves of `value`, checked to be of these types, for a site of this structure."""
+    leaves, treedef = jax.tree.flatten(value)
+    if treedef != structure.treedef:
+        raise PlantError(
+            f"got a value of structure {treedef}, wanted {structure.treedef}, for {where}"
+        )
+    wanted = iter(avals)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(value)]
+    fitted = []
+    for path, leaf, static in zip(paths, leaves, structure.statics, strict=True):
+        at = f" at {jax.tree_util.keystr(path)}" if path else ""
+        if static is HOLE:
+            fitted.append(_fit_leaf(leaf, next(wanted), at, where))
+        elif not same_static(leaf, static):
+            raise PlantError(
+                f"got {leaf!r}{at}, where {where} has the static leaf {static!r}; static leaves "
+                "cannot be planted: leave it as it is"
+            )
+    return fitted
+
+
+def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str) -> Any:
+    if _compat.is_hi(leaf) or not hasattr(wanted, "shape"):
+        if not _compat.is_hi(leaf) or jax.typeof(leaf) != wanted:
+            raise PlantError(f"got {_types.describe(leaf)}{at}, wanted {wanted}, for {where}")
+        return leaf
+    if not is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
+        raise PlantError(
+            f"got a `{type(leaf).__name__}`{at}, wanted {_types.short(wanted)}, for {where}"
+        )
+    got = jax.typeof(jnp.asarray(leaf))
+    weak = got.weak_type
+    fits = got.dtype == wanted.dtype or (weak and _types.number_fits(got.dtype, wanted.dtype))
+    if got.shape != wanted.shape or not fits:
+        extended = jnp.issubdtype(wanted.dtype, jax.dtypes.extended)
+        can_cast = got.shape == wanted.shape and not extended
+        hint = f"; cast it with `.astype({str(wanted.dtype)!r})`" if can_cast else ""
+        raise PlantError(
+            f"got {_types.short(got)}{at}, wanted {_types.short(wanted)}, for {where}{hint}"
+        )
+    if weak:
+        leaf = jnp.asarray(leaf, wanted.dtype)
+    return _compat.vary_like(_compat.like_weak(jnp.asarray(leaf), wanted), wanted)
+
+
+def prepared(edit: Edit, entry: Entry, mode: Mode = "strict") -> Edit:
+    """The edit as it is applied in every iteration, checked against the site."""
+    if isinstance(edit, Replace):
+        _check_not_occurrences(edit.value, entry, mode)
+        return _replacing(edit.value, entry, ())
+    edit = _nested(edit, entry)
+    for inner, loops in entry.innermost():
+        try:
+            edit.check(loops)
+        except PlantError as error:
+            raise PlantError(f"{error}, for {inner.describe()}") from None
+    return edit
+
+
+def _check_not_occurrences(value: Any, entry: Entry, mode: Mode) -> None:
+    node = entry.marker.label.structure.treedef.node_data()
+    is_tuple = node is not None and issubclass(node[0], tuple)
+    if mode == "strict" and isinstance(value, tuple) and not is_tuple:
+        raise PlantError(
+            f"got a tuple for {entry.describe()}, as `capture` returns them: to plant the "
+            'occurrences of a key in call order, pass mode="append"'
+        )
+
+
+def _replacing(value: Any, entry: Entry, outer: tuple[int, ...]) -> Edit:
+    """An edit that replaces by a value of the form in which the site is read."""
+    branchwise = isinstance(value, CondSum) and entry.branches is not None
+    if not entry.summed and not branchwise:
+        wanted = entry.type
+        for length in reversed(outer):
+            wanted = [_types.stacked(aval, length) for aval in wanted]
+        fit(value, entry.marker.label.structure, wanted, entry.describe())
+        return Each(Replace(value)) if outer or entry.loops else Replace(value)
+    assert entry.branches is not None
+    outer = (*outer, *entry.around)
+    parts = value.branches if isinstance(value, CondSum) else None
+    if parts is not None and len(parts) != len(entry.branches):
+        raise PlantError(
+            f"got a `CondSum` of {len(parts)} branches, wanted {len(entry.branches)}, for "
+            f"{entry.describe()}"
+        )
+    edits = []
+    for number, branch in enumerate(entry.branches):
+        part = value if parts is None else parts[number]
+        if branch is None or part is None:
+            if branch is None and parts is not None and part is not None:
+                raise PlantError(
+                    f"got a value for branch {number} of {entry.describe()}, which has no such "
+                    "site; wanted None there"
+                )
+            edits.append(Chain(()))
+        else:
+            edits.append(_replacing(part, branch, outer))
+    return Branches(tuple(edits))
+
+
+def _nested(edit: Edit, entry: Entry) -> Edit:
+    """Inside other edits a value may be that of one iteration, or stacked over all."""
+    if isinstance(edit, Each):
+        return edit
+    if not isinstance(edit, Replace):
+        fields = {f.name: getattr(edit, f.name) for f in dataclasses.fields(edit)}
+        return type(edit)(**{name: _nested_field(v, entry) for name, v in fields.items()})
+    if not any(loops for _, loops in entry.innermost()):
+        return edit
+    for inner, loops in entry.innermost():
+        once = [_types.dropped(aval, len(inner.loops)) for aval in inner.type]
+        stacked = once
+        for length in reversed(loops):
+            stacked = [_types.stacked(aval, length) for aval in stacked]
+        structure, where = inner.marker.label.structure, inner.describe()
+        try:
+            fit(edit.value, structure, stacked, where)
+        except PlantError:
+            fit(edit.value, structure, once, where + ", in one iteration")
+            return edit
+    return Each(edit)
+
+
+def _nested_field(value: Any, entry: Entry) -> Any:
+    if isinstance(value, Edit):
+        return _nested(value, entry)
+    if isinstance(value, tuple) and value and all(isinstance(v, Edit) for v in value):
+        return tuple(_nested(v, entry) for v in value)
+    return value

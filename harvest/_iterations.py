@@ -1,0 +1,64 @@
+"""Which iterations of the loops around a site an index chooses."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from . import _types
+from ._errors import PlantError
+from ._structure import is_array
+
+
+def checked_index(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(map(checked_index, index))
+    if isinstance(index, list):
+        index = np.asarray(index)
+    if isinstance(index, bool) or not (
+        isinstance(index, int | slice) or index is ... or is_array(index)
+    ):
+        raise PlantError(
+            f"`at` got the index {index!r} of type `{type(index).__name__}`; wanted an int, a "
+            "slice, an array of integers or booleans, `...`, or a tuple of these"
+        )
+    if is_array(index):
+        kind = jnp.issubdtype(index.dtype, jnp.integer) or index.dtype == bool
+        if not kind or index.ndim > 1 or (index.dtype == bool and index.ndim == 0):
+            raise PlantError(
+                f"`at` got indices of type {_types.describe(index)}; wanted integers of rank "
+                "0 or 1, or a boolean mask of rank 1"
+            )
+    return index
+
+
+def per_loop(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def check_index(index: Any, length: int) -> None:
+    if isinstance(index, int) and not -length <= index < length:
+        raise PlantError(f"got `at` with index {index} for a loop of length {length}")
+    if is_array(index) and index.dtype == bool and index.shape != (length,):
+        raise PlantError(
+            f"got `at` with a mask of shape {index.shape} for a loop of length {length}"
+        )
+
+
+def is_chosen(index: Any, i: Any, length: int) -> Any:
+    """Whether iteration `i` of a loop of this length is among those of `index`."""
+    if index is ...:
+        return True
+    if isinstance(index, slice):
+        start, stop, step = index.indices(length)
+        chosen = range(start, stop, step)
+        if not chosen:
+            return False
+        low, high = min(chosen), max(chosen)
+        return (i >= low) & (i <= high) & ((i - low) % abs(step) == 0)
+    if isinstance(index, int):
+        return i == index % length
+    index = jnp.asarray(index)
+    if index.dtype == bool:
+        return index if index.ndim == 0 else index[i]  # a scalar if `each` has sliced it
+    return jnp.any(jnp.where(index < 0, index + length, index) == i)

@@ -1,0 +1,101 @@
+"""Types of values, and their axes: those that loops and `vmap` put in front.
+
+A type is an aval: a `jax.ShapeDtypeStruct`, or a `HiType`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+# For each leaf the axis that each `vmap` added, outermost first (None if it stayed unbatched).
+Positions = Sequence[tuple[int | None, ...]]
+
+
+def moved(aval: Any, positions: tuple[int | None, ...]) -> Any:
+    """The type of a value whose batch axes are moved to the front."""
+    if not hasattr(aval, "shape"):  # a hi type
+        return aval
+    axes = [axis for axis in positions if axis is not None]
+    rest = [size for axis, size in enumerate(aval.shape) if axis not in axes]
+    return _with_shape(aval, (*(aval.shape[axis] for axis in axes), *rest))
+
+
+def _with_shape(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def axes_to_front(leaves: Sequence[Any], positions: Positions) -> list[Any]:
+    """Move the axes that `vmap` added to the front, the outermost first."""
+    return [_moveaxis(leaf, axes, None) for leaf, axes in zip(leaves, positions, strict=True)]
+
+
+def axes_from_front(leaves: Sequence[Any], positions: Positions) -> list[Any]:
+    """The inverse of `axes_to_front`."""
+    return [_moveaxis(leaf, None, axes) for leaf, axes in zip(leaves, positions, strict=True)]
+
+
+def _moveaxis(leaf: Any, source: Any, destination: Any) -> Any:
+    batch = [axis for axis in source or destination or () if isinstance(axis, int)]
+    if not batch:
+        return leaf
+    front = list(range(len(batch)))
+    return jnp.moveaxis(leaf, batch if source else front, front if source else batch)
+
+
+def stacked(aval: Any, length: int) -> Any:
+    """The type of `length` values of type `aval`, stacked on a new leading axis."""
+    if not hasattr(aval, "shape"):
+        return aval.inc_rank(length, aval.leading_axis_spec())
+    return _with_shape(aval, (length, *aval.shape))
+
+
+def dropped(aval: Any, axes: int) -> Any:
+    """The type without its leading axes."""
+    if not hasattr(aval, "shape"):
+        for _ in range(axes):
+            aval = aval.dec_rank(None, aval.leading_axis_spec())
+        return aval
+    return _with_shape(aval, aval.shape[axes:])
+
+
+def unbatched(aval: Any, positions: tuple[int | None, ...]) -> Any:
+    """The type of one example of a batch."""
+    batch = [axis for axis in positions if axis is not None]
+    return dropped(moved(aval, positions), len(batch)) if hasattr(aval, "shape") else aval
+
+
+def describe(value: Any) -> str:
+    """What a value is: `f32[12,128]`, or the name of its class."""
+    try:
+        aval = jax.typeof(value)
+    except TypeError:
+        return f"a `{type(value).__name__}`"
+    return short(aval) if hasattr(aval, "shape") else str(aval)
+
+
+def short(aval: Any) -> str:
+    """A type as `f32[12,128]`."""
+    return jax.core.ShapedArray(aval.shape, aval.dtype).str_short(short_dtypes=True)
+
+
+def same_types(a: Any, b: Any) -> bool:
+    """Whether two trees of avals are the same, but for weak types, which a `cond` promotes."""
+
+    def same(x: Any, y: Any) -> bool:
+        if not hasattr(x, "shape") or not hasattr(y, "shape"):
+            return x == y
+        return x.shape == y.shape and x.dtype == y.dtype
+
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return False
+    return all(map(same, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+def number_fits(given: Any, dtype: Any) -> bool:
+    """Whether numbers of one dtype can stand where another is wanted: ints for floats, not back."""
+    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
+    rank = [[jnp.issubdtype(d, kind) for kind in kinds] for d in (given, dtype)]
+    return all(map(any, rank)) and rank[0].index(True) <= rank[1].index(True)
