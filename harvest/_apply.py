@@ -9,16 +9,16 @@ from . import _types
 from ._edit_nodes import Context, Edit, Loop
 from ._errors import PlantError
 from ._fit import fit
-from ._markers import Tag
+from ._markers import Marker
 from ._structure import Structure, is_array
 
 
 def apply_edit(
-    edit: Edit, tag: Tag, leaves: Sequence[Any], loops: tuple[Loop, ...], where: str
+    edit: Edit, marker: Marker, leaves: Sequence[Any], loops: tuple[Loop, ...], where: str
 ) -> list[Any]:
     """The leaves of the edited value, of the types of `leaves`."""
-    structure = tag.label.structure
-    fronted = _types.axes_to_front(leaves, tag.positions)
+    structure = marker.label.structure
+    fronted = _types.axes_to_front(leaves, marker.positions)
     avals = [jax.typeof(x) for x in fronted]
 
     def fitted(value: Any) -> list[Any]:
@@ -26,7 +26,7 @@ def apply_edit(
 
     context = Context(
         loops,
-        mapped=lambda fn: _mapped(fn, tag, where),
+        mapped=lambda fn: _mapped(fn, marker, where),
         fitted=lambda value: structure.unflatten(fitted(value)),
     )
     try:
@@ -36,21 +36,21 @@ def apply_edit(
     except Exception as error:
         error.add_note(f"harvest: raised by the edit of {where}")
         raise
-    return _types.axes_from_front(new, tag.positions)
+    return _types.axes_from_front(new, marker.positions)
 
 
-def _mapped(fn: Callable[[Any], Any], tag: Tag, where: str) -> Callable[[Any], Any]:
+def _mapped(fn: Callable[[Any], Any], marker: Marker, where: str) -> Callable[[Any], Any]:
     """`fn` on a value as it was sown, mapped over the axes that `vmap` added in front.
 
     So that `plant(vmap(f), edits)` is `vmap(plant(f, edits))`.
     """
-    structure = tag.label.structure
+    structure = marker.label.structure
 
     def flat(*leaves: Any) -> tuple[Any, ...]:
         edited = fn(structure.unflatten(leaves))
         return tuple(fit(edited, structure, [jax.typeof(x) for x in leaves], where))
 
-    for level in reversed(list(zip(*tag.positions, strict=True))):
+    for level in reversed(list(zip(*marker.positions, strict=True))):
         axes = tuple(None if axis is None else 0 for axis in level)
         flat = jax.vmap(flat, in_axes=axes, out_axes=axes)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from ._errors import warn
+from ._errors import UnsupportedError, warn
 from ._structure import HOLE, Structure
 from ._walk import Walk
 
@@ -60,6 +60,13 @@ class Cache:
         on_new: Callable[[list[Any]], None] = lambda objects: None,
     ) -> Staged:
         key, objects = _key(structure)
+        if key.unhashable:
+            part = key.unhashable[0]
+            raise UnsupportedError(
+                f"got {part!r} of type `{type(part).__name__}` as a static argument or in a model: "
+                "it cannot be hashed, and a change in it would go unnoticed; pass arrays, or "
+                "something hashable such as a tuple or a frozen dataclass"
+            )
         with self._lock:
             if (found := self._entries.get(key)) is not None:
                 self._entries.move_to_end(key)

@@ -5,8 +5,10 @@ breaks one function here and nothing else. No other file of the package reads th
 an equation, a name stack or the kind of a trace.
 """
 
+import functools
 import re
 import sys
+import types
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -23,6 +25,15 @@ from jax.extend.core import Jaxpr, JaxprEqn, get_opaque_trace_state, primitives
 with jax.ensure_compile_time_eval():
     # Taken inside the context, so that importing harvest while tracing is harmless.
     _EVAL_STATE = get_opaque_trace_state(convention="harvest")
+
+
+# Whether `plant` is tracing. A context of JAX's, so that what JAX caches while it is set is told
+# apart from what it caches otherwise.
+PLANTING = jax.make_user_context(False)
+
+
+# Names of sites that have been collected already, and must not be sown again.
+CONSUMED: Any = jax.make_user_context(frozenset())
 
 
 def tracing() -> bool:
@@ -59,6 +70,25 @@ def is_hi(value: Any) -> bool:
         return isinstance(jax.typeof(value), hijax.HiType)
     except TypeError:
         return False
+
+
+def closes_over_tracer(fn: Any, seen: frozenset[int] = frozenset()) -> bool:
+    """Whether a function holds a value that is being traced, in its closure or bound to it."""
+    if id(fn) in seen:
+        return False
+    if isinstance(fn, functools.partial):
+        held = [fn.func, *fn.args, *fn.keywords.values()]
+    elif isinstance(fn, types.MethodType):
+        held = [fn.__self__, fn.__func__]
+    elif isinstance(fn, types.FunctionType):
+        cells = fn.__closure__ or ()
+        held = [c.cell_contents for c in cells if c != types.CellType()]
+    else:
+        return False
+    return any(
+        isinstance(leaf, jax.core.Tracer) or closes_over_tracer(leaf, seen | {id(fn)})
+        for leaf in jax.tree.leaves(held)
+    )
 
 
 def is_ref(value: Any) -> bool:
@@ -188,9 +218,11 @@ def _expansion(prim: hijax.HiPrim) -> Iterator[Jaxpr]:
     try:
         leaves = [_shaped(aval) for aval in prim.in_avals_flat]
         args = jax.tree.unflatten(prim.in_tree, leaves)
-        yield jax.make_jaxpr(prim.expand)(*args).jaxpr
+        with PLANTING(True):  # for both kinds of markers
+            jaxpr = jax.make_jaxpr(prim.expand)(*args).jaxpr
     except Exception:
         return
+    yield jaxpr
 
 
 def _shaped(aval: Any) -> Any:

@@ -137,6 +137,8 @@ class Replay:
         return Result(outs, reads)
 
     def _evaluate(self, eqn: JaxprEqn, invals: list[Any], inside: Inside) -> Result:
+        if isinstance(_compat.hi_prim(eqn), Tag) and not any(inside.actions):
+            return Result(_retagged(eqn, invals), [])
         rule = rule_for(eqn)
         opened = any(inside.actions)
         if rule is not None and not opened:
@@ -150,14 +152,14 @@ class Replay:
     def _open(self, eqn: JaxprEqn, invals: list[Any], inside: Inside, rule: Rule | None) -> Result:
         marker = _compat.hi_prim(eqn)
         with _compat.equation_context(eqn):
-            if isinstance(marker, Mark):
+            if isinstance(marker, Mark) and not inside.plants:
                 return Result([], [_types.axes_to_front(invals, marker.positions)])
-            if isinstance(marker, Tag):
+            if isinstance(marker, Mark | Tag):
                 where = inside.entries[0].describe()
                 edited = apply_edit(
                     inside.plants[0], marker, invals, loops=inside.loops, where=where
                 )
-                return Result(list(marker(*edited)), [])  # still there for an outer `plant`
+                return Result(_retagged(eqn, edited), [])
             assert rule is not None, "a site that cannot be opened was planned for"
             return Result(*rule.rebuild(eqn, invals, inside))
 
@@ -178,6 +180,13 @@ class Replay:
                 needed.update(v for v in eqn.invars if isinstance(v, Var))
                 steps.append(_Step(eqn, span, here, used))
         return steps[::-1]
+
+
+def _retagged(eqn: JaxprEqn, leaves: list[Any]) -> list[Any]:
+    """The result of a `Tag`, which is there as well if an outer `plant` is tracing."""
+    if isinstance(_compat.hi_prim(eqn), Tag) and not _compat.PLANTING.value:
+        return leaves
+    return _compat.bind(eqn, leaves)
 
 
 class _Step(NamedTuple):

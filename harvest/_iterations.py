@@ -26,7 +26,7 @@ def checked_index(index: Any) -> Any:
         kind = jnp.issubdtype(index.dtype, jnp.integer) or index.dtype == bool
         if not kind or index.ndim > 1 or (index.dtype == bool and index.ndim == 0):
             raise PlantError(
-                f"`at` got indices of type {_types.describe(index)}; wanted integers of rank "
+                f"`at` got an index of type {_types.describe(index)}; wanted integers of rank "
                 "0 or 1, or a boolean mask of rank 1"
             )
     return index

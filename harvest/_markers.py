@@ -1,10 +1,12 @@
 """The hi primitives that `sow` and `perturb` bind.
 
-`sow` binds two identities. `Tag` is pure and carries the data dependency: it is what `plant`
-replaces. `Mark` is effectful and has no result: it is what `reap` reads. One primitive cannot do
-both: with an effect and a result it would be saved as a residual by `jax.checkpoint`, and
-without an effect it would be lost wherever its result is not used. Hi primitives vanish when a
-program is lowered, so neither leaves a trace in a compiled program.
+`sow` binds a `Mark`, which is effectful and has no result: it is what `reap` reads. While `plant`
+is tracing, it first binds a `Tag`, which is pure and carries the data dependency: it is what
+`plant` replaces. One primitive cannot do both: with an effect and a result it would be saved as a
+residual by `jax.checkpoint`, and without an effect it would be lost wherever its result is not
+used. Nor can a `Tag` always be there: to JAX its result is another value than its input, and where
+both are used, both are saved for a backward pass. Hi primitives vanish when a program is lowered,
+so that a `Mark` leaves no trace in a compiled program.
 """
 
 import dataclasses
@@ -186,11 +188,12 @@ class PerturbTangent(Perturb):
 
 
 def mark(leaves: Sequence[Any], label: Label, positions: Positions) -> Sequence[Any]:
-    """Bind both markers around the leaves of one value."""
+    """Bind the markers of the leaves of one value."""
     avals = [jax.typeof(x) for x in leaves]
-    tagged = Tag(avals, label, positions)(*leaves)
-    Mark(avals, label, positions)(*tagged)
-    return tagged
+    if _compat.PLANTING.value and leaves:
+        leaves = Tag(avals, label, positions)(*leaves)
+    Mark(avals, label, positions)(*leaves)
+    return leaves
 
 
 def _accumulate(cts: Sequence[Any], accums: Sequence[Any]) -> None:

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from . import _types
@@ -35,7 +35,7 @@ def numbered(entries: Sequence[Entry], readable: bool) -> Iterator[tuple[int, En
     """The entries that can be read (or planted): position, entry and site, in call order."""
     seen: collections.Counter[str] = collections.Counter()
     for position, entry in enumerate(entries):
-        if entry.readable == readable:
+        if entry.readable if readable else entry.plantable:
             yield position, entry, site_of(entry, seen[entry.key])
             seen[entry.key] += 1
 
@@ -83,6 +83,7 @@ def plan_plants(entries: Sequence[Entry], plants: Sequence[tuple[Any, Any]], mod
     keys = {site.key: site.source for _, _, site in rows}
     chosen: dict[int, tuple[Any, Edit | None]] = {}
     for select, plant in plants:
+        _check_plantable(select, keys, {site.key: site.source for _, _, site in sown})
         check_found(select, keys, "plants")
         if not _is_edit(plant) and not (isinstance(select, str) and select in keys):
             raise PlantError(
@@ -109,6 +110,15 @@ def plan_plants(entries: Sequence[Entry], plants: Sequence[tuple[Any, Any]], mod
         edits=tuple(edit for _, edit in planted),
         warnings=tuple(_fruitless([entries[p] for p, _ in planted])),
     )
+
+
+def _check_plantable(select: Any, keys: Mapping[str, str], sown: Mapping[str, str]) -> None:
+    if isinstance(select, str) and select in sown and select not in keys:
+        raise UnsupportedError(
+            f"`plant`: {select!r} (sown at {sown[select]}) can be collected but not replaced: the "
+            "program was traced before `plant` saw it (it is a jaxpr, or what `jax.vjp` or "
+            "`jax.linearize` returned); plant in what it was made from"
+        )
 
 
 def _is_edit(plant: Any) -> bool:

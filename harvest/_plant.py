@@ -110,7 +110,7 @@ class Plant(Transformed):
         numbers = any(isinstance(value, float | complex) for value in self.values)
         if all(map(is_static, self.keys)) and not numbers:
             return self
-        program = trace_cached("plant", self.fn, args, kwargs)
+        program = trace_cached("plant", self.fn, args, kwargs, planting=True)
         entries = program.walk.entries(program.jaxpr)
         resolved = copy.copy(self)
         resolved.keys = tuple(resolve_keys(entries, self.keys))
@@ -123,7 +123,7 @@ class Plant(Transformed):
         return resolved
 
     def _inline(self, args, kwargs, trace):
-        program = trace("plant", self.fn, args, kwargs)
+        program = trace("plant", self.fn, args, kwargs, planting=True)
         values = jax.tree.map(
             lambda leaf: leaf.value if isinstance(leaf, _Constant) else leaf, self.values
         )

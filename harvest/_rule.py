@@ -99,6 +99,11 @@ class Entry:
         return isinstance(self.marker, Mark)
 
     @property
+    def plantable(self) -> bool:
+        # A value without arrays has no `Tag`: nothing in it can change, which is checked.
+        return isinstance(self.marker, Tag) or not self.marker.in_avals
+
+    @property
     def around(self) -> tuple[int, ...]:
         """Of `loops`, those around the `cond`; the branches know those inside it."""
         if self.summed or self.branches is None:

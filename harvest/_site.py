@@ -206,7 +206,9 @@ def _row(site: Site) -> tuple[str, ...]:
     return (site.key, site.kind, site.spec, axes, _human(site.nbytes), source)
 
 
-def _human(nbytes: int) -> str:
+def _human(nbytes: Any) -> str:
+    if not isinstance(nbytes, int):  # of a shape polymorphic program
+        return f"{nbytes} B"
     size, unit = float(nbytes), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 1000 or unit == "TB":

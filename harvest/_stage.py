@@ -11,6 +11,7 @@ is traced once for each set of types. `_programs` has, for a transformed functio
 that evaluates it.
 """
 
+import copy
 import functools
 import inspect
 import types
@@ -54,7 +55,17 @@ class _Packed:
 
     @classmethod
     def pack(cls, value: Any) -> "_Packed":
-        return cls(*Structure.flatten(value, lambda leaf: is_array(leaf) or _compat.is_ref(leaf)))
+        leaves, structure = Structure.flatten(
+            value, lambda leaf: is_array(leaf) or _compat.is_ref(leaf)
+        )
+        for static in structure.statics:
+            if _compat.closes_over_tracer(static):
+                raise UnsupportedError(
+                    f"a result or a sown value holds `{name_of(static)}`, which closes over what "
+                    "is being traced; return the values themselves, or a `jax.tree_util.Partial` "
+                    "of them"
+                )
+        return cls(leaves, structure)
 
     def unflatten(self) -> Any:
         return self.structure.unflatten(self.leaves)
@@ -106,7 +117,7 @@ class Transformed:
             if _compat.tracing():
                 result = self._inline(args, kwargs, trace_afresh)
             else:
-                result = _run_staged(self._resolved(args, kwargs), args, kwargs)
+                result = _run_staged(self._all_resolved(args, kwargs), args, kwargs)
         except HarvestError as error:
             # The frames between are ours and JAX's, as is the note that JAX adds about them; the
             # message has the user's line.
@@ -121,6 +132,14 @@ class Transformed:
     def _finish(self, value: Any) -> Any:
         """What the user gets: for what must not pass through `jit`, which sorts dicts."""
         return value
+
+    def _all_resolved(self, args: Any, kwargs: Any) -> "Transformed":
+        """`_resolved`, for the transforms that this one transforms as well."""
+        resolved = self
+        if isinstance(self.fn, Transformed):
+            resolved = copy.copy(self)
+            resolved.fn = self.fn._all_resolved(args, kwargs)
+        return resolved._resolved(args, kwargs)
 
     def _resolved(self, args: Any, kwargs: Any) -> "Transformed":
         """This, with choices that depend on a user's function made: they are part of the key."""
@@ -163,31 +182,63 @@ def _checked(fn: Any, name: str) -> Callable[..., Any]:
                 f"nnx.split(module)`, then `{name}(lambda state, *args: nnx.merge(graphdef, state)"
                 "(*args))(state, ...)`"
             )
-    if isinstance(fn, functools.partial) and not isinstance(fn, jax.tree_util.Partial):
-        return jax.tree_util.Partial(fn.func, *fn.args, **fn.keywords)
+    if isinstance(fn, functools.partial):
+        return _Bound(_checked(fn.func, name), fn.args, fn.keywords)
     return fn
+
+
+@jax.tree_util.register_pytree_node_class
+class _Bound:
+    """A partial whose function is a leaf, so that a cache need not keep it alive."""
+
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]):
+        self.func, self.args, self.keywords = func, args, keywords
+        self.__name__ = self.__qualname__ = name_of(func)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.func(*self.args, *args, **{**self.keywords, **kwargs})
+
+    def tree_flatten(self):
+        return (self.func, self.args, self.keywords), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
 
 
 # --------------------------------------------------------------------------------- tracing
 
 
 def trace_afresh(
-    name: str, fn: Callable, args: Any, kwargs: Any, is_dynamic: Callable = is_traced
+    name: str,
+    fn: Callable,
+    args: Any,
+    kwargs: Any,
+    *,
+    planting: bool = False,
+    is_dynamic: Callable = is_traced,
 ) -> Program:
     """Trace without a cache: closures may hold tracers of the ambient transform."""
+    planting = planting or _compat.PLANTING.value  # an outer `plant` is tracing as well
     leaves, structure = Structure.flatten((fn, args, kwargs), is_dynamic)
-    with jax.disable_jit(False):
+    with _compat.PLANTING(planting), jax.disable_jit(False):
         jaxpr, out = jax.make_jaxpr(_flat(name, structure), return_shape=True)(*leaves)
     return Program(jaxpr, leaves, jax.tree.structure(out), Walk())
 
 
 def trace_cached(
-    name: str, fn: Callable, args: Any, kwargs: Any, is_dynamic: Callable = is_traced
+    name: str,
+    fn: Callable,
+    args: Any,
+    kwargs: Any,
+    *,
+    planting: bool = False,
+    is_dynamic: Callable = is_traced,
 ) -> Program:
     """Trace at most once for each structure and types of the arguments."""
     leaves, structure = Structure.flatten((fn, args, kwargs), is_dynamic)
     entry = _traces.get(structure, lambda pending: _flat(name, pending))
-    with entry.pending(structure), jax.disable_jit(False):
+    with entry.pending(structure), _compat.PLANTING(planting), jax.disable_jit(False):
         traced = entry.jitted.trace(*leaves)
     walk = entry.walks.setdefault(traced.jaxpr, Walk())
     return Program(traced.jaxpr, leaves, jax.tree.structure(traced.out_info), walk)

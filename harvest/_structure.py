@@ -40,15 +40,18 @@ class Structure:
     """A pytree without its dynamic leaves: its treedef, and the static leaves in their places.
 
     Equal structures have equal static leaves of equal types (`1`, `1.0` and `True` differ).
-    Static leaves that cannot be hashed or compared count by identity.
     """
 
-    __slots__ = ("_hash", "statics", "treedef")
+    __slots__ = ("_hash", "statics", "treedef", "unhashable")
 
     def __init__(self, treedef: Any, statics: Sequence[Any]):
         self.treedef = treedef
         self.statics = tuple(statics)
-        self._hash = hash((treedef, tuple(map(_static_hash, self.statics))))
+        parts = (treedef, *self.statics)
+        hashes = tuple(map(_hash_of, parts))
+        # What a key of a cache must not contain, for a change in it would go unnoticed.
+        self.unhashable = [p for p, h in zip(parts, hashes, strict=True) if h is None]
+        self._hash = hash((hashes, tuple(map(type, parts))))
 
     @staticmethod
     def flatten(value: Any, is_dynamic: Callable[[Any], bool]) -> tuple[list[Any], "Structure"]:
@@ -78,11 +81,11 @@ class Structure:
         return str(jax.tree.unflatten(self.treedef, self.statics))
 
 
-def _static_hash(leaf: Any) -> int:
+def _hash_of(part: Any) -> int | None:
     try:
-        return hash((type(leaf), leaf))
+        return hash(part)
     except TypeError:
-        return hash((type(leaf), id(leaf)))
+        return None
 
 
 def same_static(a: Any, b: Any) -> bool:

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
+import harvest
 from harvest import (
     DuplicateSiteError,
     HarvestWarning,
@@ -353,3 +355,16 @@ def test_plants_reach_through_transforms_of_jax():
     np.testing.assert_array_equal(plant(jax.grad(loop), {"h": add(1)})(X), [4, 4, 4])
     np.testing.assert_array_equal(jax.grad(plant(loop, {"h": add(1)}))(X), [4, 4, 4])
     np.testing.assert_array_equal(jax.vmap(plant(loop, {"h": scale(0)}))(jnp.stack([X, V])), [0, 0])
+
+
+def test_what_was_traced_before_can_be_collected_but_not_planted():
+    traced = jaxpr_as_fun(jax.make_jaxpr(lambda x: 2 * sow(x, name="h"))(X))
+    np.testing.assert_array_equal(reap(traced)(X)["h"], X)
+    with pytest.raises(harvest.UnsupportedError, match=r"'h' \(sown at .*traced before `plant`"):
+        plant(traced, {"h": zero()})(X)
+
+
+def test_cotangents_of_a_function_that_vjp_returned():
+    pullback = jax.vjp(lambda x: harvest.perturb(2 * x, name="ct"), X)[1]
+    np.testing.assert_array_equal(harvest.capture(pullback)(X)[1]["ct"][0], X)
+    np.testing.assert_array_equal(plant(pullback, {"ct": harvest.add(1)})(X)[0], 2 * (X + 1))

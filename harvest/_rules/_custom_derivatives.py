@@ -10,6 +10,7 @@ import jax
 from jax.experimental.hijax import Zero
 
 from .. import _compat
+from .._interpreter import Action
 from .._rule import register_rule
 
 
@@ -22,6 +23,10 @@ class _Custom:
         if inside.plants:
             return inside.run(jaxpr, invals, live=inside.live)
 
+        # The user's rule may sow again what this evaluation collects.
+        read = zip(inside.entries, inside.actions, strict=True)
+        names = {entry.marker.label.name for entry, action in read if action is Action.READ}
+
         def original(*args):
             return _compat.bind(eqn, args)
 
@@ -33,16 +38,20 @@ class _Custom:
             dead = (False,) * len(jaxpr.outvars)
             return inside.without_effects().run(jaxpr, args, live=dead).reads
 
-        return self.with_derivatives(body, original, reads)(*invals)
+        consumed = functools.partial(_consumed, frozenset(names))
+        return self.with_derivatives(body, original, reads, consumed)(*invals)
 
-    def with_derivatives(self, body, original, reads):
-        """`body`, whose outputs differentiate as `original` and whose reads as `reads`."""
+    def with_derivatives(self, body, original, reads, consumed):
+        """`body`, whose outputs differentiate as `original` and whose reads as `reads`.
+
+        The derivatives of `original` are evaluated in the context `consumed()`.
+        """
         raise NotImplementedError
 
 
 @register_rule("custom_jvp_call")
 class CustomJVP(_Custom):
-    def with_derivatives(self, body, original, reads):
+    def with_derivatives(self, body, original, reads, consumed):
         fn = jax.custom_jvp(body)
 
         @lambda rule: fn.defjvp(rule, symbolic_zeros=True)
@@ -50,7 +59,8 @@ class CustomJVP(_Custom):
             live = [not _compat.is_symbolic_zero(t) for t in tangents]
             inputs, merge = _split(primals, live)
             tangents = [t for t, nonzero in zip(tangents, live, strict=True) if nonzero]
-            outs = jax.jvp(lambda *xs: original(*merge(xs)), inputs, tangents)
+            with consumed():
+                outs = jax.jvp(lambda *xs: original(*merge(xs)), inputs, tangents)
             read = jax.jvp(lambda *xs: reads(*merge(xs)), inputs, tangents)
             return tuple(zip(outs, read, strict=True))
 
@@ -59,29 +69,35 @@ class CustomJVP(_Custom):
 
 @register_rule("custom_vjp_call")
 class CustomVJP(_Custom):
-    def with_derivatives(self, body, original, reads):
+    def with_derivatives(self, body, original, reads, consumed):
         fn = jax.custom_vjp(body)
 
         def fwd(*args):
             perturbed = tuple(a.perturbed for a in args)
             inputs, merge = _split([a.value for a in args], perturbed)
-            outs, vjp_outs = jax.vjp(lambda *xs: original(*merge(xs)), *inputs)
+            with consumed():
+                outs, vjp_outs = jax.vjp(lambda *xs: original(*merge(xs)), *inputs)
             read, vjp_reads = jax.vjp(lambda *xs: reads(*merge(xs)), *inputs)
             return (outs, read), (vjp_outs, vjp_reads, _Static(perturbed))
 
         def bwd(residuals, cotangents):
             vjp_outs, vjp_reads, perturbed = residuals
             # Neither is asked where nothing is differentiated: a rule may make NaNs of zeros.
-            results = [
-                vjp(jax.tree.map(_as_zero, cts, is_leaf=_compat.is_symbolic_zero))
-                for vjp, cts in zip((vjp_outs, vjp_reads), cotangents, strict=True)
-                if not all(map(_compat.is_symbolic_zero, _leaves(cts)))
-            ]
+            results = []
+            for vjp, cts in zip((vjp_outs, vjp_reads), cotangents, strict=True):
+                if not all(map(_compat.is_symbolic_zero, _leaves(cts))):
+                    with consumed():
+                        zeros = jax.tree.map(_as_zero, cts, is_leaf=_compat.is_symbolic_zero)
+                        results.append(vjp(zeros))
             totals = iter([functools.reduce(_add, cts) for cts in zip(*results, strict=True)])
             return tuple(next(totals, None) if p else None for p in perturbed.value)
 
         fn.defvjp(fwd, bwd, symbolic_zeros=True)
         return fn
+
+
+def _consumed(names):
+    return _compat.CONSUMED(_compat.CONSUMED.value | names)
 
 
 @jax.tree_util.register_static

@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -172,8 +174,11 @@ def report_traces() -> None:
 
     harvest.sites(fn)(weights, x)
     harvest.capture(fn)(weights, x)
+    harvest.reap(fn, "resid")(weights, x)
+    print(f"  sites, capture and reap: {traces}  {check(traces == 1, 'traces, shared')}")
     harvest.plant(fn, {"z": harvest.add(1.0)})(weights, x)
-    print(f"  sites, capture and plant: {traces}  {check(traces == 1, 'traces, shared')}")
+    harvest.plant(fn, {"resid": harvest.add(1.0)})(weights, x)
+    print(f"  and all plants: {traces}  {check(traces == 2, 'traces of plants')}")
     before = traces
     for step in range(5):
         new = jax.tree.map(lambda w: w + step, weights)  # noqa: B023
@@ -207,23 +212,37 @@ def report_nesting() -> None:
 def report_smollm2() -> None:
     print("\nSmolLM2-135M, scanned, 32 tokens")
     net, _ = smollm2.load()
+    arrays, static = eqx.partition(net, eqx.is_array)
     tokens = jnp.arange(32)
-    plain = lambda tokens: net(tokens)
-    rows = {}
-    for name, fn in (("plain", plain), ("capture", harvest.capture(plain, "resid_post"))):
+    model = lambda arrays, tokens: eqx.combine(arrays, static)(tokens)
+    sites = harvest.sites(model)(arrays, tokens)
+    print(f"  {len(sites)} sites, {sites.nbytes / 1e6:.1f} MB if all are collected")
+
+    texts = {}
+    for label, fn in {"forward": model, "grad": jax.grad(total(model))}.items():
+        texts[label] = lowered(fn, arrays, tokens)
+    with mock.patch.object(harvest, "sow", lambda value, *, name: value):
+        bare = lambda arrays, tokens: model(arrays, tokens)  # not yet traced
+        assert len(harvest.sites(bare)(arrays, tokens)) == 0
+        for label, fn in {"forward": bare, "grad": jax.grad(total(bare))}.items():
+            same = check(lowered(fn, arrays, tokens) == texts[label], f"SmolLM2 text, {label}")
+            print(f"  lowered text with and without sows, {label}: {same}")
+
+    flops = {}
+    captured = harvest.capture(model, "resid_post")
+    for name, fn in (("plain", model), ("capture", captured)):
         start = time.perf_counter()
-        low = jax.jit(fn).lower(tokens)
+        low = jax.jit(fn).lower(arrays, tokens)
         traced = time.perf_counter()
         compiled = low.compile()
         done = time.perf_counter()
+        flops[name] = compiled.cost_analysis()["flops"]
         temp = compiled.memory_analysis().temp_size_in_bytes
-        rows[name] = (compiled.cost_analysis()["flops"], temp)
         print(
-            f"  {name:8} trace {traced - start:6.2f} s   compile {done - traced:6.2f} s   "
-            f"flops {rows[name][0]:.0f}   temp {temp / 1e6:.1f} MB"
+            f"  {name:8} trace {traced - start:5.2f} s   compile {done - traced:5.2f} s   "
+            f"flops {flops[name]:.0f}   temp {temp / 1e6:.1f} MB"
         )
-    same = check(rows["plain"][0] == rows["capture"][0], "flops of SmolLM2")
-    print(f"  flops equal: {same}")
+    print(f"  flops: {check(flops['plain'] == flops['capture'], 'flops of SmolLM2')}")
 
 
 def main() -> int:

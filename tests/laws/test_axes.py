@@ -140,3 +140,21 @@ def test_a_predicate_that_is_not_batched_stays_a_cond():
     h = harvest.reap(jax.vmap(f, in_axes=(None, 0)))(jnp.asarray(False), x)["h"]
     assert h.index == 0 and h.branches[0] is None
     np.testing.assert_array_equal(h.branches[1], jnp.zeros(2))
+
+
+def test_differentiation_moves_what_does_not_depend_on_a_loop_out_of_it():
+    """As JAX does with any effect (jax#16637); the value is right, but has no loop axis."""
+
+    def f(x, w):
+        def step(x, _):
+            return x * harvest.sow(jnp.sin(w), name="h"), None
+
+        return lax.scan(step, x, length=3)[0]
+
+    w = jnp.arange(2.0)
+    total = lambda x, w: jnp.sum(f(x, w))
+    hoisted = harvest.reap(jax.grad(total))(jnp.ones(2), w)["h"]
+    np.testing.assert_allclose(hoisted, jnp.sin(w))
+    outside = jax.grad(lambda x, w: (total(x, w), harvest.reap(f)(x, w)), has_aux=True)
+    stacked = outside(jnp.ones(2), w)[1]["h"]
+    np.testing.assert_allclose(stacked, jnp.stack([jnp.sin(w)] * 3))
