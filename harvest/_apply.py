@@ -52,6 +52,8 @@ def _mapped(fn: Callable[[Any], Any], marker: Marker, where: str) -> Callable[[A
 
     for level in reversed(list(zip(*marker.positions, strict=True))):
         axes = tuple(None if axis is None else 0 for axis in level)
+        if all(axis is None for axis in axes):
+            continue
         flat = jax.vmap(flat, in_axes=axes, out_axes=axes)
 
     def mapped(value: Any) -> Any:

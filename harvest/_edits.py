@@ -46,7 +46,7 @@ def replace(value: Any) -> Edit:
 
     An edit for [`harvest.plant`][].
     """
-    return Replace(value)
+    return Replace(_as_array(value))
 
 
 def add(value: Any) -> Edit:
@@ -266,5 +266,9 @@ def _checked_operand(operand: Any, name: str) -> Any:
             f"`{name}` got {operand!r} of type `{type(operand).__name__}`; wanted a number, an "
             "array, or a pytree of these like the value of the site"
         )
-    # Python ints as arrays: a new one must not retrace. Their type is weak, as theirs.
-    return jax.tree.map(lambda x: jnp.asarray(x) if type(x) is int else x, operand)
+    return jax.tree.map(_as_array, operand)
+
+
+def _as_array(leaf: Any) -> Any:
+    """A Python number as an array, of a weak type as its own: a new one must not retrace."""
+    return jnp.asarray(leaf) if type(leaf) in (int, float, complex) else leaf

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from ._edit_nodes import Edit
 from ._errors import PlantError
 from ._interpreter import Replay
 from ._plan import Mode, check_mode, plan_plants, resolve_keys
@@ -74,20 +74,19 @@ def plant(
     return Plant(fn, plants, mode)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Constant:
-    """A Python number that must not be traced: it may be a static leaf of what was sown."""
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class _Number:
+    """A planted Python number: traced, so that a new one does not retrace."""
 
-    value: float | complex
+    value: Any
 
+    def tree_flatten(self):
+        return (jnp.asarray(self.value),), None
 
-def _with_constants(plant: Any) -> Any:
-    """The numbers inside a planted pytree as constants; a number by itself is to be traced."""
-    if isinstance(plant, Edit | float | complex) or callable(plant):
-        return plant
-    return jax.tree.map(
-        lambda leaf: _Constant(leaf) if type(leaf) in (float, complex) else leaf, plant
-    )
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
 
 
 class Plant(Transformed):
@@ -103,30 +102,31 @@ class Plant(Transformed):
                 "keys to values or edits, as `reap` returns it"
             )
         self.keys = tuple(check_select(key, "plants") for key in plants)
-        self.values = tuple(map(_with_constants, plants.values()))
+        self.values = tuple(
+            _Number(value) if type(value) in (int, float, complex) else value
+            for value in plants.values()
+        )
         self.mode: Mode = mode
 
     def _resolved(self, args, kwargs):
-        numbers = any(isinstance(value, float | complex) for value in self.values)
+        numbers = any(isinstance(value, _Number) for value in self.values)
         if all(map(is_static, self.keys)) and not numbers:
             return self
         program = trace_cached("plant", self.fn, args, kwargs, planting=True)
         entries = program.walk.entries(program.jaxpr)
+        # For a site that is itself a Python number, a number is not traced.
+        static = {entry.key for entry in entries if not entry.marker.in_avals}
         resolved = copy.copy(self)
         resolved.keys = tuple(resolve_keys(entries, self.keys))
-        # Numbers are traced, but for a site that is itself a Python number they stay one.
-        static = {entry.key for entry in entries if not entry.marker.in_avals}
         resolved.values = tuple(
-            _Constant(value) if key in static and isinstance(value, float | complex) else value
+            value.value if isinstance(value, _Number) and key in static else value
             for key, value in zip(self.keys, self.values, strict=True)
         )
         return resolved
 
     def _inline(self, args, kwargs, trace):
         program = trace("plant", self.fn, args, kwargs, planting=True)
-        values = jax.tree.map(
-            lambda leaf: leaf.value if isinstance(leaf, _Constant) else leaf, self.values
-        )
+        values = [v.value if isinstance(v, _Number) else v for v in self.values]
         pairs = list(zip(self.keys, values, strict=True))
         plan = plan_plants(program.walk.entries(program.jaxpr), pairs, self.mode)
         outs, _ = Replay(program.walk).run(

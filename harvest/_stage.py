@@ -25,7 +25,7 @@ from . import _compat
 from ._cache import Cache, count_identities, name_of
 from ._errors import HarvestError, UnsupportedError, warn
 from ._rule import ON_NEW_RULE
-from ._structure import Structure, is_array, is_traced
+from ._structure import Structure, is_held, is_traced
 from ._walk import Walk
 
 _traces = Cache()  # jitted functions, for their traces
@@ -55,9 +55,7 @@ class _Packed:
 
     @classmethod
     def pack(cls, value: Any) -> "_Packed":
-        leaves, structure = Structure.flatten(
-            value, lambda leaf: is_array(leaf) or _compat.is_ref(leaf)
-        )
+        leaves, structure = Structure.flatten(value, is_held)
         for static in structure.statics:
             if _compat.closes_over_tracer(static):
                 raise UnsupportedError(
@@ -220,7 +218,7 @@ def trace_afresh(
 ) -> Program:
     """Trace without a cache: closures may hold tracers of the ambient transform."""
     planting = planting or _compat.PLANTING.value  # an outer `plant` is tracing as well
-    leaves, structure = Structure.flatten((fn, args, kwargs), is_dynamic)
+    leaves, structure = _flattened(fn, args, kwargs, is_dynamic)
     with _compat.PLANTING(planting), jax.disable_jit(False):
         jaxpr, out = jax.make_jaxpr(_flat(name, structure), return_shape=True)(*leaves)
     return Program(jaxpr, leaves, jax.tree.structure(out), Walk())
@@ -236,12 +234,21 @@ def trace_cached(
     is_dynamic: Callable = is_traced,
 ) -> Program:
     """Trace at most once for each structure and types of the arguments."""
-    leaves, structure = Structure.flatten((fn, args, kwargs), is_dynamic)
+    leaves, structure = _flattened(fn, args, kwargs, is_dynamic)
     entry = _traces.get(structure, lambda pending: _flat(name, pending))
     with entry.pending(structure), _compat.PLANTING(planting), jax.disable_jit(False):
         traced = entry.jitted.trace(*leaves)
     walk = entry.walks.setdefault(traced.jaxpr, Walk())
     return Program(traced.jaxpr, leaves, jax.tree.structure(traced.out_info), walk)
+
+
+def _flattened(
+    fn: Callable, args: Any, kwargs: Any, is_dynamic: Callable
+) -> tuple[list[Any], Structure]:
+    leaves, treedef = jax.tree.flatten((fn, args, kwargs))
+    held = treedef.children()[0].num_leaves
+    dynamic = [*map(is_held, leaves[:held]), *map(is_dynamic, leaves[held:])]
+    return Structure.split(leaves, treedef, dynamic)
 
 
 def _flat(name: str, structure: "Structure | Callable[[], Structure]") -> Callable[..., _Packed]:
@@ -255,13 +262,18 @@ def _flat(name: str, structure: "Structure | Callable[[], Structure]") -> Callab
         except Exception as error:
             if not isinstance(error, HarvestError):
                 error.add_note(f"harvest: raised while `{name}` traced `{name_of(fn)}`")
+            if "static argument" in str(error):
+                error.add_note(
+                    "harvest: floats and numpy numbers that a transformed function is called with "
+                    "are traced; one that is to be static can be bound by `functools.partial`"
+                )
             raise
 
     return flat
 
 
 def _run_staged(transformed: Transformed, args: Any, kwargs: Any) -> tuple[Any, tuple[str, ...]]:
-    leaves, structure = Structure.flatten((transformed, args, kwargs), is_traced)
+    leaves, structure = _flattened(transformed, args, kwargs, is_traced)
     entry = _programs.get(structure, _program, on_new=count_identities)
     with entry.pending(structure):
         packed = entry.jitted(*leaves)

@@ -26,14 +26,18 @@ def is_array(leaf: Any) -> TypeGuard[jax.Array]:
     return _compat.is_hi(leaf)
 
 
-def is_traced(leaf: Any) -> bool:
-    """A leaf of an argument that is traced: arrays, Python floats, and mutable references.
-
-    Ints, bools, strings and other objects are static.
-    """
-    if isinstance(leaf, float | complex):
-        return True
+def is_held(leaf: Any) -> bool:
+    """A leaf of a callable that is traced: arrays and mutable references."""
     return is_array(leaf) or _compat.is_ref(leaf)
+
+
+def is_traced(leaf: Any) -> bool:
+    """A leaf of an argument that is traced: arrays, mutable references, and Python floats.
+
+    Ints, bools, strings and other objects are static. (A float in a model is static as well, as
+    Equinox has it: models branch on theirs.)
+    """
+    return isinstance(leaf, float | complex) or is_held(leaf)
 
 
 class Structure:
@@ -56,7 +60,12 @@ class Structure:
     @staticmethod
     def flatten(value: Any, is_dynamic: Callable[[Any], bool]) -> tuple[list[Any], "Structure"]:
         leaves, treedef = jax.tree.flatten(value)
-        dynamic = [is_dynamic(leaf) for leaf in leaves]
+        return Structure.split(leaves, treedef, [is_dynamic(leaf) for leaf in leaves])
+
+    @staticmethod
+    def split(
+        leaves: Sequence[Any], treedef: Any, dynamic: Sequence[bool]
+    ) -> tuple[list[Any], "Structure"]:
         statics = [HOLE if d else leaf for d, leaf in zip(dynamic, leaves, strict=True)]
         kept = [leaf for d, leaf in zip(dynamic, leaves, strict=True) if d]
         return kept, Structure(treedef, statics)
