@@ -2,8 +2,6 @@
 
 from importlib.metadata import version as _version
 
-from jax.extend import source_info_util as _source_info_util
-
 from . import _rules as _rules
 from . import internal as internal
 from ._edits import add as add
@@ -14,7 +12,6 @@ from ._edits import indexed as indexed
 from ._edits import replace as replace
 from ._edits import scale as scale
 from ._edits import zero as zero
-from ._errors import NOT_THE_USER as _NOT_THE_USER
 from ._errors import DuplicateSiteError as DuplicateSiteError
 from ._errors import HarvestError as HarvestError
 from ._errors import HarvestWarning as HarvestWarning
@@ -37,9 +34,6 @@ from ._sow import sow as sow
 from ._stacked import stacked as stacked
 
 __version__ = _version("jax-harvest")
-
-for _prefix in _NOT_THE_USER:
-    _source_info_util.register_exclusion(_prefix)
 
 __all__ = [
     "Axis",

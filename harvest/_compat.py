@@ -6,6 +6,7 @@ an equation, a name stack or the kind of a trace.
 """
 
 import functools
+import os
 import re
 import sys
 import types
@@ -16,11 +17,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 from jax import lax
 from jax.experimental import hijax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, get_opaque_trace_state, primitives
+
+# Whose lines are never "the user's": this package, and the wrappers that jaxtyping and beartype
+# put around functions.
+NOT_THE_USER = (
+    os.path.dirname(__file__) + os.sep,
+    os.path.dirname(jaxtyping.__file__) + os.sep,
+    "<@beartype",
+)
+for _prefix in NOT_THE_USER:
+    source_info_util.register_exclusion(_prefix)
 
 with jax.ensure_compile_time_eval():
     # Taken inside the context, so that importing harvest while tracing is harmless.
@@ -32,7 +44,7 @@ with jax.ensure_compile_time_eval():
 PLANTING = jax.make_user_context(False)
 
 
-# Names of sites that have been collected already, and must not be sown again.
+# Sites that have been collected and must not be sown again: pairs of a name and a source.
 CONSUMED: Any = jax.make_user_context(frozenset())
 
 
@@ -91,6 +103,13 @@ def closes_over_tracer(fn: Any, seen: frozenset[int] = frozenset()) -> bool:
     )
 
 
+def as_array(value: Any, aval: Any) -> Any:
+    """A constant of a jaxpr as an array: JAX keeps some as objects of a private type."""
+    if isinstance(value, jax.Array) or not hasattr(aval, "dtype") or is_ref(value):
+        return value
+    return like_weak(jnp.asarray(value, aval.dtype), aval)
+
+
 def is_ref(value: Any) -> bool:
     """Whether `value` is a mutable `jax.Ref`."""
     if isinstance(value, np.ndarray | np.generic | bool | int | float | complex | str):
@@ -132,6 +151,18 @@ def scope_of(eqn: JaxprEqn) -> tuple[str, ...]:
     """
     stack = eqn.source_info.name_stack.stack
     return tuple(str(e.name) for e in stack if isinstance(e.name, UserScope))
+
+
+def is_consumed(name: str) -> bool:
+    """Whether the `sow` that is being traced must not be heard."""
+    consumed = CONSUMED.value
+    if not any(other == name for other, _ in consumed):
+        return False
+    # Not `source_info_util.current`: in a derivative rule that is where the rule is applied.
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USER):
+        frame = frame.f_back
+    return frame is not None and (name, f"{frame.f_code.co_filename}:{frame.f_lineno}") in consumed
 
 
 def source_of(source_info: Any) -> str:

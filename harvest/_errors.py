@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Mapping
 
 import jax
-import jaxtyping
+
+from . import _compat
 
 
 class HarvestError(Exception):
@@ -159,18 +160,9 @@ class HarvestWarning(UserWarning):
     """
 
 
-# Whose lines are never "the user's": this package, and the wrappers that jaxtyping and beartype
-# put around functions.
-NOT_THE_USER = (
-    os.path.dirname(__file__) + os.sep,
-    os.path.dirname(jaxtyping.__file__) + os.sep,
-    "<@beartype",
-)
-
-
 def warn(message: str) -> None:
     """Warn at the user's line."""
-    skipped = (*NOT_THE_USER, os.path.dirname(jax.__file__) + os.sep)
+    skipped = (*_compat.NOT_THE_USER, os.path.dirname(jax.__file__) + os.sep)
     warnings.warn(message, HarvestWarning, skip_file_prefixes=skipped)
 
 

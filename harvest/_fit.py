@@ -88,8 +88,8 @@ def _check_not_occurrences(value: Any, entry: Entry, mode: Mode) -> None:
 
 def _replacing(value: Any, entry: Entry, outer: tuple[int, ...]) -> Edit:
     """An edit that replaces by a value of the form in which the site is read."""
-    branchwise = isinstance(value, CondSum) and entry.branches is not None
-    if not entry.summed and not branchwise:
+    sums = isinstance(entry.type, CondSum)  # of this `cond`, or of one inside each branch
+    if not sums and not (isinstance(value, CondSum) and entry.branches is not None):
         wanted = entry.type
         for length in reversed(outer):
             wanted = [_types.stacked(aval, length) for aval in wanted]
@@ -97,7 +97,8 @@ def _replacing(value: Any, entry: Entry, outer: tuple[int, ...]) -> Edit:
         return Each(Replace(value)) if outer or entry.loops else Replace(value)
     assert entry.branches is not None
     outer = (*outer, *entry.around)
-    parts = value.branches if isinstance(value, CondSum) else None
+    branchwise = isinstance(value, CondSum) and (entry.summed or not sums)
+    parts = value.branches if branchwise else None
     if parts is not None and len(parts) != len(entry.branches):
         raise PlantError(
             f"got a `CondSum` of {len(parts)} branches, wanted {len(entry.branches)}, for "

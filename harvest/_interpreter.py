@@ -152,6 +152,8 @@ class Replay:
     def _open(self, eqn: JaxprEqn, invals: list[Any], inside: Inside, rule: Rule | None) -> Result:
         marker = _compat.hi_prim(eqn)
         with _compat.equation_context(eqn):
+            if isinstance(marker, Mark | Tag):
+                invals = list(map(_compat.as_array, invals, marker.in_avals))
             if isinstance(marker, Mark) and not inside.plants:
                 return Result([], [_types.axes_to_front(invals, marker.positions)])
             if isinstance(marker, Mark | Tag):

@@ -12,7 +12,7 @@ from ._rule import CondSum, Entry
 from ._select import check_select, is_static
 from ._site import Sites
 from ._stage import Program, Transformed, trace_afresh, trace_cached
-from ._structure import Structure, is_traced
+from ._structure import is_traced
 
 
 def reap(
@@ -221,15 +221,13 @@ def _collected(plan: Plan, reads: Sequence[Any], mode: Mode) -> list[tuple[str, 
 
 def _assembled(entry: Entry, read: Any) -> Any:
     """The value of a site, from the leaves that were read."""
+    if entry.branches is None:
+        return entry.marker.label.structure.unflatten(read)
     if not entry.summed:
-        return _innermost(entry).unflatten(read)
-    assert entry.branches is not None
+        (first, *_) = filter(None, entry.branches)
+        return _assembled(first, read)
     branches = tuple(
         None if branch is None else _assembled(branch, part)
         for branch, part in zip(entry.branches, read.branches, strict=True)
     )
     return CondSum(read.index, branches)
-
-
-def _innermost(entry: Entry) -> Structure:
-    return entry.marker.label.structure

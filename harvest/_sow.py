@@ -66,7 +66,7 @@ def sow(value: Any, *, name: str, spec: Any = None) -> Any:
                 f"`sow(..., name={name!r})` got a mutable `Ref` of type {jax.typeof(leaf)}"
                 f"{_at(path)}; a `Ref` has no value of its own: sow what it holds, `ref[...]`."
             )
-    if not _compat.tracing() or name in _compat.CONSUMED.value:
+    if not _compat.tracing() or _compat.is_consumed(name):
         return value  # nobody can be listening
     leaves, structure = Structure.flatten(value, is_array)
     label = Label(name, "sow", structure, spec)

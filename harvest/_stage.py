@@ -43,6 +43,7 @@ class Program(NamedTuple):
 
     def result(self, outs: list[Any]) -> Any:
         """The function's result, from the outputs of the jaxpr."""
+        outs = list(map(_compat.as_array, outs, self.jaxpr.out_avals))
         return jax.tree.unflatten(self.out, outs).unflatten()
 
 

@@ -453,3 +453,10 @@ def test_iterations_that_are_not_chosen_have_no_part_in_the_gradient():
 def test_collected_after_an_edit():
     got = reap(plant(loop, {"h": at(2, zero())}))(jnp.float32(3))["h"]
     close(got, loop_by_hand(3, lambda h, i: 0 if i == 2 else h))
+
+
+@pytest.mark.parametrize("edit", [lambda v: v + 1, indexed(lambda v, _: v + 1)])
+def test_edits_of_what_is_the_same_for_all_examples(edit):
+    f = jax.vmap(lambda x, y: x * sow(2 * y, name="h"), in_axes=(0, None))
+    xs = jnp.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(plant(f, {"h": edit})(xs, jnp.float32(2)), 5 * xs)

@@ -330,3 +330,64 @@ def test_caches_are_bounded(monkeypatch):
         np.testing.assert_allclose(reap(fn)(X, k)["h"], X + k)
         assert max(cached()) <= 4
     assert fn.traces == 16
+
+
+@pytest.mark.parametrize("mutable", [{1}, [1], bytearray(b"a")])
+def test_what_cannot_be_hashed_is_refused_since_it_may_change(mutable):
+    fn = lambda x, held: sow(x * len(held.value), name="h")
+    with pytest.raises(harvest.UnsupportedError, match="cannot be hashed"):
+        reap(fn)(X, Unhashable(mutable))
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, Unhashable) and self.value == other.value
+
+
+def test_the_function_of_a_partial_is_freed():
+    def call():
+        weights = jnp.ones(3)
+        fn = lambda a, x: sow(a * weights * x, name="h")
+        np.testing.assert_allclose(reap(functools.partial(fn, 2.0))(X)["h"], 2 * X)
+        return weakref.ref(weights)
+
+    weights = call()
+    gc.collect()
+    assert weights() is None
+
+
+def test_predicates_of_nested_transforms_are_no_reason_to_trace():
+    fn = Counted(model)
+    for k in range(3):
+        anything = lambda site: True
+        edit = {(lambda site: site.key == "h"): add(float(k))}
+        assert len(capture(plant(fn, edit), anything)(X)[1]) == 2
+        traces = fn.traces if k == 0 else traces
+    assert fn.traces == traces
+
+
+def test_a_result_that_closes_over_a_traced_value_is_refused():
+    def fn(x):
+        h = sow(2 * x, name="h")
+        return lambda: h
+
+    with pytest.raises(harvest.UnsupportedError, match="closes over what is being traced"):
+        capture(fn)(X)
+
+
+def test_floats_of_models_are_static_as_equinox_has_them():
+    class Scaled(eqx.Module):
+        weight: jax.Array
+        factor: float
+
+        def __call__(self, x):
+            return sow(x * self.weight * (self.factor if self.factor > 0 else 1.0), name="h")
+
+    net = Scaled(jnp.ones(3), 0.5)
+    np.testing.assert_allclose(reap(net)(X)["h"], X / 2)
+    np.testing.assert_allclose(plant(model, {"h": net})(X), np.sin(X) / 2 + 4, rtol=1e-6)

@@ -301,3 +301,13 @@ def test_refs(name, closed):
         value = transform(functools.partial(fn, ref))() if closed else transform(fn)(ref)
         np.testing.assert_array_equal(value, wanted)
         np.testing.assert_array_equal(ref[...], held)
+
+
+def test_constants_of_a_program_are_arrays_to_those_who_see_them():
+    table = np.arange(3, dtype=np.float32)  # which JAX keeps as an object of its own
+    f = lambda x: x + sow(jnp.asarray(table), name="table")
+    np.testing.assert_array_equal(plant(f, {"table": lambda t: t.at[0].set(5)})(X), X + [5, 1, 2])
+    inlined = jax.jit(lambda x: reap(f)(x)["table"].at[0].set(1))
+    np.testing.assert_array_equal(inlined(X), [1, 1, 2])
+    result = jax.jit(lambda x: capture(lambda x: (x, jnp.asarray(table)))(x)[0][1].at[0].set(7))
+    np.testing.assert_array_equal(result(X), [7, 1, 2])

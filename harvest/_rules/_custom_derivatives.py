@@ -23,10 +23,6 @@ class _Custom:
         if inside.plants:
             return inside.run(jaxpr, invals, live=inside.live)
 
-        # The user's rule may sow again what this evaluation collects.
-        read = zip(inside.entries, inside.actions, strict=True)
-        names = {entry.marker.label.name for entry, action in read if action is Action.READ}
-
         def original(*args):
             return _compat.bind(eqn, args)
 
@@ -38,7 +34,7 @@ class _Custom:
             dead = (False,) * len(jaxpr.outvars)
             return inside.without_effects().run(jaxpr, args, live=dead).reads
 
-        consumed = functools.partial(_consumed, frozenset(names))
+        consumed = functools.partial(_consumed, _read_here(inside))
         return self.with_derivatives(body, original, reads, consumed)(*invals)
 
     def with_derivatives(self, body, original, reads, consumed):
@@ -96,8 +92,21 @@ class CustomVJP(_Custom):
         return fn
 
 
-def _consumed(names):
-    return _compat.CONSUMED(_compat.CONSUMED.value | names)
+def _read_here(inside):
+    """The sows that are read at all their sites here: a rule that evaluates the body repeats them.
+
+    A `sow` of which some sites are left to an outer transform must not be silenced.
+    """
+    read, left = set(), set()
+    for entry, action in zip(inside.entries, inside.actions, strict=True):
+        if entry.readable:
+            sow = (entry.marker.label.name, entry.source)
+            (read if action is Action.READ else left).add(sow)
+    return frozenset(read - left)
+
+
+def _consumed(sows):
+    return _compat.CONSUMED(_compat.CONSUMED.value | sows)
 
 
 @jax.tree_util.register_static

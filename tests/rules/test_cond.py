@@ -310,3 +310,19 @@ def test_vmap_around_keeps_branches_apart():
     acts = jax.vmap(reap(one_sided))(FLAGS, jnp.stack([X, X + 1, X + 2]))
     rows = np.stack([2 * X, Z, 2 * (X + 2)])
     same(acts, {"h": cond_sum(np.array([1, 0, 1]), None, rows)})
+
+
+def test_branches_that_hold_the_same_sum():
+    def inner(p, x):
+        return lax.cond(p, lambda x: sow(x, name="m"), lambda x: x, x)
+
+    def f(p, q, x):
+        return lax.cond(q, lambda x: inner(p, x), lambda x: 2 * inner(p, x), x)
+
+    args = (jnp.asarray(True), jnp.asarray(False), X)
+    h = reap(f)(*args)["m"]
+    assert h.index == 1 and h.branches[0] is None
+    np.testing.assert_array_equal(h.branches[1], X)
+    np.testing.assert_array_equal(plant(f, {"m": h})(*args), 2 * X)
+    np.testing.assert_array_equal(plant(f, {"m": 10 * X})(*args), 20 * X)
+    np.testing.assert_array_equal(plant(f, {"m": add(1)})(*args), 2 * (X + 1))

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 
+import harvest
 from harvest import capture, plant, reap, sites, sow
 
 # ---------------------------------------------------------------- sin(x) + x ** 2, with h = sin(x)
@@ -368,3 +369,29 @@ def test_sites_around_functions_with_rules(activation):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got,
                      jax.jit(transform(by_hand))(x))  # fmt: skip
     close(plant(f, reap(f)(x))(x), f(x))
+
+
+@jax.custom_vjp
+def scoped(x):
+    with harvest.scope("a"):
+        h = sow(jnp.sin(x), name="h")
+    with harvest.scope("b"):
+        return 2 * h + sow(jnp.cos(x), name="h")
+
+
+def scoped_bwd(x, ct):
+    with harvest.scope("bwd"):
+        return (sow(7 * ct * x, name="h"),)
+
+
+scoped.defvjp(lambda x: (scoped(x), x), scoped_bwd)
+
+
+@pytest.mark.parametrize(
+    "select, left",
+    [(None, ["bwd/h"]), ("a/h", ["b/h", "bwd/h"]), ("b/h", ["a/h", "bwd/h"])],
+)
+def test_what_was_collected_is_not_sown_again_by_a_rule(select, left):
+    inner = lambda x: capture(scoped, select)(x)[0]
+    assert list(capture(jax.grad(inner))(X)[1]) == left
+    assert list(capture(jax.grad(scoped))(X)[1]) == ["a/h", "b/h", "bwd/h"]
