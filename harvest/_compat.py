@@ -84,23 +84,28 @@ def is_hi(value: Any) -> bool:
         return False
 
 
-def closes_over_tracer(fn: Any, seen: frozenset[int] = frozenset()) -> bool:
-    """Whether a function holds a value that is being traced, in its closure or bound to it."""
-    if id(fn) in seen:
+def holds_tracer(obj: Any, seen: frozenset[int] = frozenset()) -> bool:
+    """Whether an object that is no pytree holds a value that is being traced.
+
+    In its attributes, if it is a function in its closure, if it is a generator in its frame.
+    """
+    if isinstance(obj, jax.core.Tracer):
+        return True
+    if id(obj) in seen or isinstance(obj, type | types.ModuleType):
         return False
-    if isinstance(fn, functools.partial):
-        held = [fn.func, *fn.args, *fn.keywords.values()]
-    elif isinstance(fn, types.MethodType):
-        held = [fn.__self__, fn.__func__]
-    elif isinstance(fn, types.FunctionType):
-        cells = fn.__closure__ or ()
-        held = [c.cell_contents for c in cells if c != types.CellType()]
+    if isinstance(obj, functools.partial):
+        held = [obj.func, *obj.args, *obj.keywords.values()]
+    elif isinstance(obj, types.MethodType):
+        held = [obj.__self__, obj.__func__]
+    elif isinstance(obj, types.FunctionType):
+        cells = obj.__closure__ or ()
+        held = [cell.cell_contents for cell in cells if cell != types.CellType()]
+    elif isinstance(obj, types.GeneratorType):
+        held = list(obj.gi_frame.f_locals.values()) if obj.gi_frame else []
     else:
-        return False
-    return any(
-        isinstance(leaf, jax.core.Tracer) or closes_over_tracer(leaf, seen | {id(fn)})
-        for leaf in jax.tree.leaves(held)
-    )
+        slots = [getattr(obj, name, None) for name in getattr(type(obj), "__slots__", ())]
+        held = [*getattr(obj, "__dict__", {}).values(), *slots]
+    return any(holds_tracer(leaf, seen | {id(obj)}) for leaf in jax.tree.leaves(held))
 
 
 def as_array(value: Any, aval: Any) -> Any:

@@ -10,7 +10,7 @@ from jax import lax
 
 from . import _types
 from ._errors import PlantError
-from ._iterations import check_index, is_chosen, per_loop
+from ._iterations import check_index, is_chosen
 from ._structure import is_array
 
 
@@ -108,7 +108,12 @@ class Each(Edit):
     def check(self, loops):
         if not loops:
             raise PlantError("got `each(...)` where there is no loop")
-        for leaf in filter(is_array, jax.tree.leaves(self.edit)):
+        arrays = list(filter(is_array, jax.tree.leaves(self.edit)))
+        if not arrays:
+            raise PlantError(
+                "got `each` of an edit without arrays, so that there is nothing to slice"
+            )
+        for leaf in arrays:
             if leaf.shape[: len(loops)] != loops:
                 raise PlantError(
                     f"`each` slices its arrays along the loop axes {loops}, and got an array of "
@@ -117,12 +122,18 @@ class Each(Edit):
 
 
 class At(Edit):
-    index: Any
+    static: tuple[Any, ...] = eqx.field(static=True)  # for each loop an int, a slice or `...`
+    arrays: tuple[Any, ...]  # or else an array
     edit: Edit
+
+    @property
+    def indices(self) -> tuple[Any, ...]:
+        pairs = zip(self.static, self.arrays, strict=True)
+        return tuple(static if array is None else array for static, array in pairs)
 
     def apply(self, value, context):
         chosen = jnp.asarray(True)
-        for index, loop in zip(per_loop(self.index), context.loops, strict=True):
+        for index, loop in zip(self.indices, context.loops, strict=True):
             chosen = chosen & is_chosen(index, *loop)
         if _is_cheap(self.edit):
             edited = context.fitted(self.edit.apply(value, context))
@@ -138,7 +149,7 @@ class At(Edit):
         return eqx.combine(lax.cond(chosen, edited_arrays, lambda arrays: arrays, arrays), rest)
 
     def check(self, loops):
-        indices = per_loop(self.index)
+        indices = self.indices
         if not loops:
             raise PlantError("got `at(...)` where there is no loop")
         if len(indices) != len(loops):

@@ -1,5 +1,6 @@
 """Edits: what `plant` does to a value."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,14 +9,16 @@ import jax.numpy as jnp
 
 from ._edit_nodes import Add, At, Call, Chain, Each, Edit, Indexed, Replace, Scale, Zero
 from ._errors import PlantError
-from ._iterations import checked_index
-from ._structure import is_traced
+from ._iterations import checked_indices
+from ._structure import Bound, is_array, is_traced
 
 
 def as_edit(edit: Any) -> Edit:
     """An edit as it is; a callable as an edit by calling it; anything else as a new value."""
     if isinstance(edit, Edit):
         return edit
+    if isinstance(edit, functools.partial):
+        edit = Bound.of(edit)
     return Call(edit) if callable(edit) else Replace(edit)
 
 
@@ -162,7 +165,10 @@ def at(index: Any, edit: Any) -> Edit:
     - [`harvest.PlantError`][] (by `plant`): the site is in no loop, or in another number of loops;
         an int is out of range; a mask has another length.
     """
-    return At(checked_index(index), as_edit(edit))
+    indices = checked_indices(index)
+    static = tuple(None if is_array(i) else i for i in indices)
+    arrays = tuple(i if is_array(i) else None for i in indices)
+    return At(static, arrays, as_edit(edit))
 
 
 def indexed(fn: Callable[[Any, tuple[Any, ...]], Any]) -> Edit:

@@ -10,9 +10,12 @@ from ._errors import PlantError
 from ._structure import is_array
 
 
-def checked_index(index: Any) -> Any:
-    if isinstance(index, tuple):
-        return tuple(map(checked_index, index))
+def checked_indices(index: Any) -> tuple[Any, ...]:
+    """For each loop an int, a slice, `...` or an array; a `PlantError` if it is something else."""
+    return tuple(map(_checked, index if isinstance(index, tuple) else (index,)))
+
+
+def _checked(index: Any) -> Any:
     if isinstance(index, list):
         index = np.asarray(index)
     if isinstance(index, bool) or not (
@@ -30,10 +33,6 @@ def checked_index(index: Any) -> Any:
                 "0 or 1, or a boolean mask of rank 1"
             )
     return index
-
-
-def per_loop(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
 
 
 def check_index(index: Any, length: int) -> None:
@@ -61,4 +60,5 @@ def is_chosen(index: Any, i: Any, length: int) -> Any:
     index = jnp.asarray(index)
     if index.dtype == bool:
         return index if index.ndim == 0 else index[i]  # a scalar if `each` has sliced it
+    index = index.astype(jnp.result_type(i))
     return jnp.any(jnp.where(index < 0, index + length, index) == i)

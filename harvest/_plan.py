@@ -5,6 +5,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from . import _types
 from ._edit_nodes import Edit, Replace
 from ._edits import as_edit
@@ -91,6 +93,8 @@ def plan_plants(entries: Sequence[Entry], plants: Sequence[tuple[Any, Any]], mod
                 "a key stands for a single site"
             )
         mine = [row for row in rows if matches(select, row[2], keys)]
+        if _is_value(plant, mine):
+            plant = Replace(plant)
         for position, entry, _ in mine:
             _check_open(entry, "plant")
             if position in chosen:
@@ -126,6 +130,14 @@ def _is_edit(plant: Any) -> bool:
 
 
 Row = tuple[int, Entry, Site]
+
+
+def _is_value(plant: Any, rows: Sequence[Row]) -> bool:
+    """Whether a callable is what was sown: a module at a site of modules."""
+    if isinstance(plant, Edit) or jax.tree_util.all_leaves([plant]):
+        return False
+    structure = jax.tree.structure(plant)
+    return bool(rows) and all(e.marker.label.structure.treedef == structure for _, e, _ in rows)
 
 
 def _occurrences(mine: Sequence[Row], rows: Sequence[Row], sown: Sequence[Row]) -> list[Entry]:

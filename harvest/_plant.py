@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._edit_nodes import Edit
 from ._errors import PlantError
 from ._interpreter import Replay
 from ._plan import Mode, check_mode, plan_plants, resolve_keys
 from ._select import check_select, is_static
 from ._stage import Transformed, trace_cached
+from ._structure import Structure
 
 
 def plant(
@@ -89,6 +91,33 @@ class _Number:
         return cls(*children)
 
 
+_NUMBERS = (int, float, complex)
+
+
+def _with_numbers(plant: Any) -> Any:
+    if isinstance(plant, Edit) or callable(plant):
+        return plant
+    return jax.tree.map(lambda leaf: _Number(leaf) if type(leaf) in _NUMBERS else leaf, plant)
+
+
+def _without_numbers(plant: Any) -> Any:
+    return jax.tree.map(
+        lambda node: node.value if _is_number(node) else node, plant, is_leaf=_is_number
+    )
+
+
+def _is_number(node: Any) -> bool:
+    return isinstance(node, _Number)
+
+
+def _nodes(values: Any) -> list[Any]:
+    return jax.tree.leaves(values, is_leaf=_is_number)
+
+
+def _has_numbers(structure: Structure) -> bool:
+    return any(type(leaf) in _NUMBERS for leaf in structure.statics)
+
+
 class Plant(Transformed):
     _dynamic = ("fn", "values")
     _static = ("keys", "mode")
@@ -102,32 +131,28 @@ class Plant(Transformed):
                 "keys to values or edits, as `reap` returns it"
             )
         self.keys = tuple(check_select(key, "plants") for key in plants)
-        self.values = tuple(
-            _Number(value) if type(value) in (int, float, complex) else value
-            for value in plants.values()
-        )
+        self.values = tuple(map(_with_numbers, plants.values()))
         self.mode: Mode = mode
 
     def _resolved(self, args, kwargs):
-        numbers = any(isinstance(value, _Number) for value in self.values)
+        numbers = any(map(_is_number, _nodes(self.values)))
         if all(map(is_static, self.keys)) and not numbers:
             return self
         program = trace_cached("plant", self.fn, args, kwargs, planting=True)
         entries = program.walk.entries(program.jaxpr)
-        # For a site that is itself a Python number, a number is not traced.
-        static = {entry.key for entry in entries if not entry.marker.in_avals}
+        # Where Python numbers are sown as they are, those that are planted are not traced.
+        static = {entry.key for entry in entries if _has_numbers(entry.marker.label.structure)}
         resolved = copy.copy(self)
         resolved.keys = tuple(resolve_keys(entries, self.keys))
         resolved.values = tuple(
-            value.value if isinstance(value, _Number) and key in static else value
+            _without_numbers(value) if key in static else value
             for key, value in zip(self.keys, self.values, strict=True)
         )
         return resolved
 
     def _inline(self, args, kwargs, trace):
         program = trace("plant", self.fn, args, kwargs, planting=True)
-        values = [v.value if isinstance(v, _Number) else v for v in self.values]
-        pairs = list(zip(self.keys, values, strict=True))
+        pairs = list(zip(self.keys, map(_without_numbers, self.values), strict=True))
         plan = plan_plants(program.walk.entries(program.jaxpr), pairs, self.mode)
         outs, _ = Replay(program.walk).run(
             program.jaxpr,

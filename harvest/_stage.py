@@ -25,7 +25,7 @@ from . import _compat
 from ._cache import Cache, count_identities, name_of
 from ._errors import HarvestError, UnsupportedError, warn
 from ._rule import ON_NEW_RULE
-from ._structure import Structure, is_held, is_traced
+from ._structure import Bound, Structure, is_held, is_traced
 from ._walk import Walk
 
 _traces = Cache()  # jitted functions, for their traces
@@ -58,11 +58,11 @@ class _Packed:
     def pack(cls, value: Any) -> "_Packed":
         leaves, structure = Structure.flatten(value, is_held)
         for static in structure.statics:
-            if _compat.closes_over_tracer(static):
+            if _compat.holds_tracer(static):
                 raise UnsupportedError(
-                    f"a result or a sown value holds `{name_of(static)}`, which closes over what "
-                    "is being traced; return the values themselves, or a `jax.tree_util.Partial` "
-                    "of them"
+                    f"a result or a sown value has a leaf `{name_of(static)}` that holds what is "
+                    "being traced, and that JAX cannot look into; return the values themselves, or "
+                    "in a pytree such as a `jax.tree_util.Partial` or an Equinox module"
                 )
         return cls(leaves, structure)
 
@@ -182,27 +182,9 @@ def _checked(fn: Any, name: str) -> Callable[..., Any]:
                 "(*args))(state, ...)`"
             )
     if isinstance(fn, functools.partial):
-        return _Bound(_checked(fn.func, name), fn.args, fn.keywords)
+        _checked(fn.func, name)
+        return Bound.of(fn)
     return fn
-
-
-@jax.tree_util.register_pytree_node_class
-class _Bound:
-    """A partial whose function is a leaf, so that a cache need not keep it alive."""
-
-    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]):
-        self.func, self.args, self.keywords = func, args, keywords
-        self.__name__ = self.__qualname__ = name_of(func)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.func(*self.args, *args, **{**self.keywords, **kwargs})
-
-    def tree_flatten(self):
-        return (self.func, self.args, self.keywords), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
 
 
 # --------------------------------------------------------------------------------- tracing

@@ -1,5 +1,6 @@
 """Pytrees as dynamic leaves and a hashable rest."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
@@ -21,9 +22,9 @@ HOLE = _Hole()
 
 def is_array(leaf: Any) -> TypeGuard[jax.Array]:
     """A leaf that JAX computes with: arrays of JAX and numpy, and values of hi types."""
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
-        return True
-    return _compat.is_hi(leaf)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OSUMm" and leaf.dtype.type is not np.void
+    return isinstance(leaf, jax.Array) or _compat.is_hi(leaf)
 
 
 def is_held(leaf: Any) -> bool:
@@ -105,3 +106,31 @@ def same_static(a: Any, b: Any) -> bool:
         return type(a) is type(b) and bool(a == b)
     except Exception:
         return False
+
+
+@jax.tree_util.register_pytree_node_class
+class Bound:
+    """A partial whose function is a leaf, so that a cache need not keep it alive."""
+
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]):
+        self.func, self.args, self.keywords = func, args, keywords
+
+    @classmethod
+    def of(cls, partial: functools.partial) -> "Bound":
+        func = partial.func
+        inner = cls.of(func) if isinstance(func, functools.partial) else func
+        return cls(inner, partial.args, partial.keywords)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.func
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.func(*self.args, *args, **{**self.keywords, **kwargs})
+
+    def tree_flatten(self):
+        return (self.func, self.args, self.keywords), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)

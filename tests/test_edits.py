@@ -1,3 +1,5 @@
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -460,3 +462,22 @@ def test_edits_of_what_is_the_same_for_all_examples(edit):
     f = jax.vmap(lambda x, y: x * sow(2 * y, name="h"), in_axes=(0, None))
     xs = jnp.arange(6.0).reshape(2, 3)
     np.testing.assert_array_equal(plant(f, {"h": edit})(xs, jnp.float32(2)), 5 * xs)
+
+
+def test_only_arrays_are_leaves_of_an_edit():
+    assert jax.tree.leaves(at(1, zero())) == jax.tree.leaves(at((slice(1, 3), ...), zero())) == []
+    edits = at(jnp.arange(5), add(jnp.ones((5, 3))))
+    swept = jax.vmap(lambda edit: plant(loop, {"h": edit})(X))(edits)
+    for k in range(5):
+        np.testing.assert_allclose(swept[k], plant(loop, {"h": at(k, add(1))})(X))
+
+
+def test_each_of_nothing_is_refused():
+    with pytest.raises(PlantError, match="without arrays.*'h'"):
+        plant(loop, {"h": each(jnp.sin)})(X)
+
+
+def test_a_partial_is_an_edit_with_arrays():
+    scaled = functools.partial(lambda factor, h: factor * h, jnp.arange(5.0))
+    wanted = plant(loop, {"h": each(scale(jnp.arange(5.0)))})(X)
+    np.testing.assert_allclose(plant(loop, {"h": each(scaled)})(X), wanted)

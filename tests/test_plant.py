@@ -1,6 +1,7 @@
 import re
 import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -368,3 +369,35 @@ def test_cotangents_of_a_function_that_vjp_returned():
     pullback = jax.vjp(lambda x: harvest.perturb(2 * x, name="ct"), X)[1]
     np.testing.assert_array_equal(harvest.capture(pullback)(X)[1]["ct"][0], X)
     np.testing.assert_array_equal(plant(pullback, {"ct": harvest.add(1)})(X)[0], 2 * (X + 1))
+
+
+def test_a_module_where_a_module_was_sown_is_a_value():
+    class Scaled(eqx.Module):
+        factor: jax.Array
+
+        def __call__(self, x):
+            return self.factor * x
+
+    f = lambda x: sow(Scaled(jnp.float32(2)), name="h")(x)
+    np.testing.assert_array_equal(plant(f, reap(f)(X))(X), 2 * X)
+    np.testing.assert_array_equal(plant(f, {"h": Scaled(jnp.float32(5))})(X), 5 * X)
+
+
+def test_new_numbers_do_not_retrace():
+    compiled = len(COMPILED)
+    f = lambda x: sow((x, jnp.sum(x)), name="h")[0] + 1
+    for k in range(3):
+        plant(f, {"h": (X, float(k))})(X)
+        plant(f, {"h": ((X, k),)}, mode="append")(X)
+        if k == 0:
+            compiled = len(COMPILED)
+    assert len(COMPILED) == compiled
+
+
+COMPILED: list[str] = []
+
+
+@jax.monitoring.register_event_duration_secs_listener
+def _count(event, duration, **kwargs):
+    if event.endswith("backend_compile_duration"):
+        COMPILED.append(event)

@@ -376,7 +376,7 @@ def test_a_result_that_closes_over_a_traced_value_is_refused():
         h = sow(2 * x, name="h")
         return lambda: h
 
-    with pytest.raises(harvest.UnsupportedError, match="closes over what is being traced"):
+    with pytest.raises(harvest.UnsupportedError, match="holds what is being traced"):
         capture(fn)(X)
 
 

@@ -7,9 +7,12 @@ is another function, of which the user's rule knows nothing: it is inlined.
 import functools
 
 import jax
-from jax.experimental.hijax import Zero
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.hijax import HiPrim, Zero, instantiate_zeros
 
 from .. import _compat
+from .._errors import UnsupportedError
 from .._interpreter import Action
 from .._rule import register_rule
 
@@ -57,7 +60,10 @@ class CustomJVP(_Custom):
             tangents = [t for t, nonzero in zip(tangents, live, strict=True) if nonzero]
             with consumed():
                 outs = jax.jvp(lambda *xs: original(*merge(xs)), inputs, tangents)
-            read = jax.jvp(lambda *xs: reads(*merge(xs)), inputs, tangents)
+            try:
+                read = jax.jvp(lambda *xs: reads(*merge(xs)), inputs, tangents)
+            except Exception as error:
+                read = _without_derivative(reads(*primals), tangents[0], _hint(error))
             return tuple(zip(outs, read, strict=True))
 
         return fn
@@ -73,7 +79,10 @@ class CustomVJP(_Custom):
             inputs, merge = _split([a.value for a in args], perturbed)
             with consumed():
                 outs, vjp_outs = jax.vjp(lambda *xs: original(*merge(xs)), *inputs)
-            read, vjp_reads = jax.vjp(lambda *xs: reads(*merge(xs)), *inputs)
+            try:
+                read, vjp_reads = jax.vjp(lambda *xs: reads(*merge(xs)), *inputs)
+            except Exception as error:
+                read, vjp_reads = reads(*merge(inputs)), _Static(_hint(error))
             return (outs, read), (vjp_outs, vjp_reads, _Static(perturbed))
 
         def bwd(residuals, cotangents):
@@ -82,6 +91,8 @@ class CustomVJP(_Custom):
             results = []
             for vjp, cts in zip((vjp_outs, vjp_reads), cotangents, strict=True):
                 if not all(map(_compat.is_symbolic_zero, _leaves(cts))):
+                    if isinstance(vjp, _Static):
+                        raise UnsupportedError(vjp.value)
                     with consumed():
                         zeros = jax.tree.map(_as_zero, cts, is_leaf=_compat.is_symbolic_zero)
                         results.append(vjp(zeros))
@@ -90,6 +101,56 @@ class CustomVJP(_Custom):
 
         fn.defvjp(fwd, bwd, symbolic_zeros=True)
         return fn
+
+
+def _hint(error):
+    """Why what was collected in a custom body has no derivative: the user's rule is not for it."""
+    return (
+        "a value that was collected inside a function with a custom derivative rule differentiates "
+        "as it is computed, and JAX cannot differentiate that: use `jax.lax.stop_gradient` on it, "
+        f"or sow it outside ({type(error).__name__}: {error})"
+    )
+
+
+class _NoDerivative(HiPrim):
+    """A tangent that may exist, but not be used."""
+
+    hint: str
+
+    def __init__(self, in_aval, out_aval, hint):
+        self.in_avals, self.out_aval = (in_aval,), out_aval
+        self.params = {"hint": hint}
+        super().__init__()
+
+    def expand(self, tangent):
+        return jnp.full(self.out_aval.shape, jnp.nan, self.out_aval.dtype)
+
+    def jvp(self, primals, tangents):
+        return self(*primals), self(*map(instantiate_zeros, tangents))
+
+    def lin(self, nzs_in, *primals):
+        return self(*primals), (), True
+
+    def linearized(self, residuals, *tangents):
+        return self(*map(instantiate_zeros, tangents))
+
+    def transpose(self, out_ct, *maybe_accums):
+        raise UnsupportedError(self.hint)
+
+    def batch(self, axis_data, args, dims):
+        return _NoDerivative(jax.typeof(args[0]), self.out_aval, self.hint)(*args), None
+
+
+def _without_derivative(reads, tangent, hint):
+    """The reads, and tangents that are an error to transpose, and NaN otherwise."""
+
+    def tangent_of(read):
+        aval = jax.typeof(read).to_tangent_aval()
+        if aval.dtype == jax.dtypes.float0:
+            return np.zeros(aval.shape, aval.dtype)
+        return _NoDerivative(jax.typeof(tangent), aval, hint)(tangent)
+
+    return reads, jax.tree.map(tangent_of, reads)
 
 
 def _read_here(inside):

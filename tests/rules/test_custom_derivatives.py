@@ -395,3 +395,21 @@ def test_what_was_collected_is_not_sown_again_by_a_rule(select, left):
     inner = lambda x: capture(scoped, select)(x)[0]
     assert list(capture(jax.grad(inner))(X)[1]) == left
     assert list(capture(jax.grad(scoped))(X)[1]) == ["a/h", "b/h", "bwd/h"]
+
+
+def hidden(x):
+    """What JAX cannot differentiate, for which a custom rule stands in."""
+    double = lambda a: 2 * np.asarray(a)
+    return 3 * sow(jax.pure_callback(double, jax.ShapeDtypeStruct((), x.dtype), x), name="h")
+
+
+def test_a_rule_for_what_jax_cannot_differentiate():
+    by_vjp, by_jvp = jax.custom_vjp(hidden), jax.custom_jvp(hidden)
+    by_vjp.defvjp(lambda x: (hidden(x), None), lambda _, ct: (6 * ct,))
+    by_jvp.defjvp(lambda primals, tangents: (hidden(*primals), 6 * tangents[0]))
+    for f in (by_vjp, by_jvp):
+        grad, collected = jax.grad(capture(f), has_aux=True)(X)
+        assert grad == 6
+        close(collected["h"][0], 2 * X)
+        with pytest.raises(harvest.UnsupportedError, match="JAX cannot differentiate that"):
+            jax.grad(lambda x: reap(f)(x)["h"])(X)  # noqa: B023
