@@ -8,7 +8,7 @@
 3. What the loss becomes when the three strongest are silenced, or three others.
 4. How much the answer " Paris" depends on the residual stream, layer by layer.
 
-Takes half a minute, and writes its figures to `examples/out`.
+Takes about half a minute, and writes its figures to `examples/out`.
 """
 
 import math

@@ -22,7 +22,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import hijax
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, get_opaque_trace_state, primitives
+from jax.extend.core import (
+    Jaxpr,
+    JaxprEqn,
+    get_opaque_trace_state,
+    primitives,
+    take_current_trace,
+)
 
 # Whose lines are never "the user's": this package, and the wrappers that jaxtyping and beartype
 # put around functions.
@@ -62,11 +68,14 @@ def batching_a_predicate() -> bool:
     Nothing in the program tells it afterwards, so this looks at JAX's frames. Were the names to
     change, a warning would be missing and nothing else; a test pins them.
     """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_cond_batching_rule":
-            if frame.f_locals.get("index_dim") is not None:
-                return True
+    frame, batched = sys._getframe(), 0
+    while frame is not None and batched < 2:
+        name = frame.f_code.co_name
+        # JAX caches what it has batched: a function that is called in a branch is called elsewhere
+        # as well, so that only what is in the branch itself can be told.
+        batched += name in ("batch_jaxpr_axes", "_batch_jaxpr2")
+        if name == "_cond_batching_rule" and frame.f_locals.get("index_dim") is not None:
+            return True
         frame = frame.f_back
     return False
 
@@ -84,13 +93,18 @@ def is_hi(value: Any) -> bool:
         return False
 
 
-def holds_tracer(obj: Any, seen: frozenset[int] = frozenset()) -> bool:
-    """Whether an object that is no pytree holds a value that is being traced.
+def holds_tracer(obj: Any) -> bool:
+    """Whether an object that is no pytree holds a tracer of the trace that is under way.
 
     In its attributes, if it is a function in its closure, if it is a generator in its frame.
     """
+    with take_current_trace() as trace:
+        return _holds_tracer_of(trace, obj, frozenset())
+
+
+def _holds_tracer_of(trace: Any, obj: Any, seen: frozenset[int]) -> bool:
     if isinstance(obj, jax.core.Tracer):
-        return True
+        return getattr(obj, "_trace", trace) is trace
     if id(obj) in seen or isinstance(obj, type | types.ModuleType):
         return False
     if isinstance(obj, functools.partial):
@@ -105,7 +119,7 @@ def holds_tracer(obj: Any, seen: frozenset[int] = frozenset()) -> bool:
     else:
         slots = [getattr(obj, name, None) for name in getattr(type(obj), "__slots__", ())]
         held = [*getattr(obj, "__dict__", {}).values(), *slots]
-    return any(holds_tracer(leaf, seen | {id(obj)}) for leaf in jax.tree.leaves(held))
+    return any(_holds_tracer_of(trace, x, seen | {id(obj)}) for x in jax.tree.leaves(held))
 
 
 def as_array(value: Any, aval: Any) -> Any:
@@ -196,6 +210,11 @@ def bind(eqn: JaxprEqn, invals: Sequence[Any]) -> list[Any]:
     with equation_context(eqn):
         out = eqn.primitive.bind(*invals, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def uses_refs(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes, reads or writes a mutable reference."""
+    return any(isinstance(v.aval, hijax.AbstractRef) for v in (*eqn.invars, *eqn.outvars))
 
 
 @contextmanager

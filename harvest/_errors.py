@@ -139,7 +139,7 @@ class UnsupportedError(HarvestError, NotImplementedError):
 
 
 class HarvestWarning(UserWarning):
-    """Something that is allowed but surely not meant, such as a plant that feeds nothing.
+    """Something that is allowed but probably a mistake, such as a plant that feeds nothing.
 
     !!! Example
 

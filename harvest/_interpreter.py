@@ -10,7 +10,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from . import _compat, _types
 from ._apply import apply_edit
 from ._edit_nodes import Edit, Loop
-from ._markers import Mark, Tag
+from ._errors import UnsupportedError
+from ._markers import Mark, SowEffect, Tag
 from ._rule import Entry, Rule, rule_for
 from ._walk import Walk
 
@@ -122,7 +123,7 @@ class Replay:
         env.update(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else env.get(atom)
+            return atom.val if isinstance(atom, Literal) else env[atom]
 
         reads: list[Any] = []
         edits = iter(plants)
@@ -146,8 +147,20 @@ class Replay:
             opened = _compat.checks_operations() or (not self.effects and bool(eqn.effects))
         with _compat.locating_nans(eqn):
             if not opened:
-                return Result(_compat.bind(eqn, invals), [])
+                return Result(self.bind(eqn, invals), [])
             return self._open(eqn, invals, inside, rule)
+
+    def bind(self, eqn: JaxprEqn, invals: list[Any]) -> list[Any]:
+        """Evaluate an equation as it stands."""
+        effects = any(not isinstance(e, SowEffect) for e in eqn.effects)
+        if effects and not self.effects and not _compat.uses_refs(eqn):
+            raise UnsupportedError(
+                "what is collected inside a function with a custom derivative rule depends on a "
+                f"side effect (`{_compat.primitive_name(eqn)}`, at "
+                f"{_compat.source_of(eqn.source_info)}), which would happen twice when it is "
+                "differentiated; sow outside of that function, or collect outside of `jax.grad`"
+            )
+        return _compat.bind(eqn, invals)
 
     def _open(self, eqn: JaxprEqn, invals: list[Any], inside: Inside, rule: Rule | None) -> Result:
         marker = _compat.hi_prim(eqn)
@@ -178,7 +191,9 @@ class Replay:
             here = actions[end - len(span) : end]
             end -= len(span)
             used = tuple(everything or v in needed for v in eqn.outvars)
-            if everything or any(used) or any(here) or (self.effects and eqn.effects):
+            # A second evaluation makes references of its own, and has to write to them.
+            kept = eqn.effects if self.effects else _compat.uses_refs(eqn)
+            if everything or any(used) or any(here) or kept:
                 needed.update(v for v in eqn.invars if isinstance(v, Var))
                 steps.append(_Step(eqn, span, here, used))
         return steps[::-1]

@@ -60,5 +60,5 @@ def is_chosen(index: Any, i: Any, length: int) -> Any:
     index = jnp.asarray(index)
     if index.dtype == bool:
         return index if index.ndim == 0 else index[i]  # a scalar if `each` has sliced it
-    index = index.astype(jnp.result_type(i))
+    index = index.astype(jnp.result_type(i))  # the narrower one could overflow
     return jnp.any(jnp.where(index < 0, index + length, index) == i)

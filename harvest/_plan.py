@@ -57,8 +57,13 @@ def resolve(select: Any, entries: Sequence[Entry], readable: bool, what: str) ->
 
 def resolve_keys(entries: Sequence[Entry], keys: Sequence[Any]) -> Iterator[Any]:
     """The keys of `plants`, with what depends on a user's function resolved."""
+    there = {site.key: site.source for _, _, site in numbered(entries, readable=False)}
+    sown = list(numbered(entries, readable=True))
     for key in keys:
-        yield key if is_static(key) else resolve(key, entries, False, "plants")
+        if not is_static(key):
+            _check_plantable(key, there, sown)
+            key = resolve(key, entries, False, "plants")
+        yield key
 
 
 def plan_reads(entries: Sequence[Entry], select: Any, mode: Mode, what: str) -> Plan:
@@ -85,7 +90,7 @@ def plan_plants(entries: Sequence[Entry], plants: Sequence[tuple[Any, Any]], mod
     keys = {site.key: site.source for _, _, site in rows}
     chosen: dict[int, tuple[Any, Edit | None]] = {}
     for select, plant in plants:
-        _check_plantable(select, keys, {site.key: site.source for _, _, site in sown})
+        _check_plantable(select, keys, sown)
         check_found(select, keys, "plants")
         if not _is_edit(plant) and not (isinstance(select, str) and select in keys):
             raise PlantError(
@@ -116,10 +121,13 @@ def plan_plants(entries: Sequence[Entry], plants: Sequence[tuple[Any, Any]], mod
     )
 
 
-def _check_plantable(select: Any, keys: Mapping[str, str], sown: Mapping[str, str]) -> None:
-    if isinstance(select, str) and select in sown and select not in keys:
+def _check_plantable(select: Any, keys: Mapping[str, str], sown: Sequence["Row"]) -> None:
+    there = {site.key: site.source for _, _, site in sown}
+    for key, site in ((site.key, site) for _, _, site in sown):
+        if key in keys or not matches(select, site, there):
+            continue
         raise UnsupportedError(
-            f"`plant`: {select!r} (sown at {sown[select]}) can be collected but not replaced: the "
+            f"`plant`: {key!r} (sown at {site.source}) can be collected but not replaced: the "
             "program was traced before `plant` saw it (it is a jaxpr, or what `jax.vjp` or "
             "`jax.linearize` returned); plant in what it was made from"
         )

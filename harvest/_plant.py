@@ -22,7 +22,7 @@ def plant(
 ) -> Callable[..., Any]:
     """As `fn`, but with sown values replaced or edited.
 
-    As `plant` of Oryx, or `run_with_hooks` of TransformerLens. New values never retrace.
+    As `plant` of Oryx, or `run_with_hooks` of TransformerLens. New values do not retrace.
 
     !!! Example
 
@@ -43,9 +43,9 @@ def plant(
 
     - `fn`: as for [`harvest.reap`][].
     - `plants`: a mapping from keys to values or edits; for edits the key may be anything that
-        `select` of [`harvest.reap`][] may be. A value has the form in which `reap` returns it
-        (stacked over loops; a `CondSum`, or a value for all branches). An edit is a callable
-        `value -> value`, such as an Equinox module, or one of [`harvest.replace`][],
+        `select` of [`harvest.reap`][] may be. A value has the form in which `reap` returns it,
+        `(*loops, *batch, *shape)` (in a `cond`, a `CondSum` or a value for all branches). An edit
+        is a callable `value -> value`, such as an Equinox module, or one of [`harvest.replace`][],
         [`harvest.add`][], [`harvest.scale`][], [`harvest.zero`][], [`harvest.at`][],
         [`harvest.indexed`][], [`harvest.each`][], [`harvest.chain`][]; it sees the value of one
         iteration, for one example of a batch, and must keep its type.

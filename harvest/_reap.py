@@ -1,4 +1,4 @@
-"""Collecting: `reap`, `capture`, `sites`, and `stacked` to read what was collected."""
+"""Collecting: `reap`, `capture` and `sites`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -41,7 +41,10 @@ def reap(
 
     **Arguments:**
 
-    - `fn`: any callable: a function, a partial, a bound method, an Equinox module.
+    - `fn`: any callable: a function, a partial, a bound method, an Equinox module. As by `jax.jit`,
+        it is told apart by identity (a module by its structure), and traced once for each structure
+        and types of its arguments. Arrays and, among arguments, Python floats are traced;
+        everything else is static, and must be hashable.
     - `select`: which sites: `None` (all), a key or a glob (`*` and `?` stop at `/`, `**` crosses
         it), a predicate that takes a [`harvest.Site`][], or a sequence of these.
     - `mode`: in `"strict"`, each key stands for one site. In `"append"`, values are tuples of all
@@ -49,8 +52,9 @@ def reap(
 
     **Returns:**
 
-    A function of the arguments of `fn` that returns a dict `{key: value}`. Values have the axes of
-    the loops around the site, outermost first, then those that `vmap` added, then their own. A
+    A function of the arguments of `fn` that returns a dict `{key: value}`, in call order. Arrays
+    are of shape `(*loops, *batch, *shape)`: the axes of the loops around the site, outermost first,
+    then those that `vmap` added, then their own. A
     `vmap` *around* `reap` adds its axis in front of all, as `vmap` always does; it also keeps apart
     the branches of a `cond` with a batched predicate, which a `vmap` inside turns into a `select`:
     both of its branches look as if they ran.

@@ -20,7 +20,8 @@ class Chosen(frozenset):
 
 def check_select(select: Any, what: str = "select") -> Any:
     """`select` itself, with sequences as tuples; a `SelectError` if it is something else."""
-    if select is None or isinstance(select, str) or callable(select):
+    is_predicate = callable(select) and not isinstance(select, type)
+    if select is None or isinstance(select, str) or is_predicate:
         return select
     if isinstance(select, Sequence | set | frozenset):
         return tuple(check_select(s, what) for s in select)

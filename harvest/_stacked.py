@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ._errors import SelectError, UnknownSiteError, nearest
 from ._select import glob
+from ._types import describe
 
 
 def stacked(acts: Mapping[str, Any], pattern: str) -> Any:
@@ -66,4 +67,4 @@ def _natural(key: str) -> list[Any]:
 
 
 def _types(value: Any) -> Any:
-    return jax.tree.map(lambda leaf: str(jax.typeof(leaf)), value)
+    return jax.tree.map(describe, value)

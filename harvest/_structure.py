@@ -23,7 +23,9 @@ HOLE = _Hole()
 def is_array(leaf: Any) -> TypeGuard[jax.Array]:
     """A leaf that JAX computes with: arrays of JAX and numpy, and values of hi types."""
     if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind not in "OSUMm" and leaf.dtype.type is not np.void
+        # Text, objects, dates and records are no types of JAX's; `float0` is.
+        known = leaf.dtype.kind not in "OSUMm" and leaf.dtype.type is not np.void
+        return known or leaf.dtype == jax.dtypes.float0
     return isinstance(leaf, jax.Array) or _compat.is_hi(leaf)
 
 
@@ -112,7 +114,7 @@ def same_static(a: Any, b: Any) -> bool:
 class Bound:
     """A partial whose function is a leaf, so that a cache need not keep it alive."""
 
-    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]):
+    def __init__(self, func: Any, args: Any, keywords: Any):
         self.func, self.args, self.keywords = func, args, keywords
 
     @classmethod
@@ -122,7 +124,7 @@ class Bound:
         return cls(inner, partial.args, partial.keywords)
 
     @property
-    def __wrapped__(self) -> Callable[..., Any]:
+    def __wrapped__(self) -> Any:
         return self.func
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

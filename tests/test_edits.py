@@ -473,7 +473,7 @@ def test_only_arrays_are_leaves_of_an_edit():
 
 
 def test_each_of_nothing_is_refused():
-    with pytest.raises(PlantError, match="without arrays.*'h'"):
+    with pytest.raises(PlantError, match=r"without arrays.*'h'"):
         plant(loop, {"h": each(jnp.sin)})(X)
 
 

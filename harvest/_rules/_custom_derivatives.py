@@ -14,6 +14,7 @@ from jax.experimental.hijax import HiPrim, Zero, instantiate_zeros
 from .. import _compat
 from .._errors import UnsupportedError
 from .._interpreter import Action
+from .._markers import SowEffect
 from .._rule import register_rule
 
 
@@ -23,7 +24,8 @@ class _Custom:
 
     def rebuild(self, eqn, invals, inside):
         jaxpr = _compat.called_jaxpr(eqn)
-        if inside.plants:
+        effectful = any(not isinstance(e, SowEffect) for e in eqn.effects)
+        if inside.plants or (effectful and not inside.replay.effects):
             return inside.run(jaxpr, invals, live=inside.live)
 
         def original(*args):
@@ -33,6 +35,12 @@ class _Custom:
             return tuple(inside.run(jaxpr, args))
 
         def reads(*args):
+            if any(map(_compat.is_ref, args)):
+                raise UnsupportedError(
+                    "what is collected inside a function with a custom derivative rule may depend "
+                    "on a `Ref` from outside, which the function may have changed when it is "
+                    "evaluated again to be differentiated; collect outside of `jax.grad`"
+                )
             # The side effects are those of the original.
             dead = (False,) * len(jaxpr.outvars)
             return inside.without_effects().run(jaxpr, args, live=dead).reads
@@ -122,7 +130,7 @@ class _NoDerivative(HiPrim):
         self.params = {"hint": hint}
         super().__init__()
 
-    def expand(self, tangent):
+    def expand(self, *args):
         return jnp.full(self.out_aval.shape, jnp.nan, self.out_aval.dtype)
 
     def jvp(self, primals, tangents):

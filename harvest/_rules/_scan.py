@@ -1,4 +1,4 @@
-"""`lax.scan`, and what JAX builds on it: `map`, `associative` loops, static `fori_loop`."""
+"""`lax.scan`, and what JAX builds on it: `lax.map`, and a `fori_loop` with static bounds."""
 
 import equinox as eqx
 import jax.numpy as jnp

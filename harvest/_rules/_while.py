@@ -20,7 +20,7 @@ class While:
     def rebuild(self, eqn, invals, inside):
         params = _compat.while_params(eqn)
         if params.batched:
-            return _compat.bind(eqn, invals), []
+            return inside.replay.bind(eqn, invals), []
         first, last = params.cond_consts, params.cond_consts + params.body_consts
         cond_consts, body_consts, carry = invals[:first], invals[first:last], invals[last:]
 

@@ -158,3 +158,12 @@ def test_differentiation_moves_what_does_not_depend_on_a_loop_out_of_it():
     outside = jax.grad(lambda x, w: (total(x, w), harvest.reap(f)(x, w)), has_aux=True)
     stacked = outside(jnp.ones(2), w)[1]["h"]
     np.testing.assert_allclose(stacked, jnp.stack([jnp.sin(w)] * 3))
+
+
+def test_a_function_called_in_a_branch_and_elsewhere_is_not_warned_about():
+    """JAX caches what it has batched, so that the warning must not be a part of it."""
+    inner = jax.jit(lambda x: harvest.sow(jnp.sin(x), name="h"))
+    in_branch = lambda x: lax.cond(x > 0, inner, jnp.cos, x)
+    x = jnp.array([-1.0, 1.0])
+    harvest.reap(jax.vmap(in_branch))(x)
+    np.testing.assert_allclose(harvest.reap(jax.vmap(inner))(x)["h"], jnp.sin(x))
