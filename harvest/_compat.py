@@ -50,10 +50,6 @@ with jax.ensure_compile_time_eval():
 PLANTING = jax.make_user_context(False)
 
 
-# Sites that have been collected and must not be sown again: pairs of a name and a source.
-CONSUMED: Any = jax.make_user_context(frozenset())
-
-
 def tracing() -> bool:
     """Whether an ambient `jit`, `vmap`, `grad`, ... is tracing the caller.
 
@@ -163,25 +159,39 @@ class UserScope(str):
     __slots__ = ()
 
 
-def scope_of(eqn: JaxprEqn) -> tuple[str, ...]:
+def scope_of(eqn: JaxprEqn) -> tuple[UserScope, ...]:
     """The user scopes around an equation, relative to the jaxpr that holds it.
 
     Read from the entries of the stack, never from its text: a user may call a scope `jvp(z)`.
     """
     stack = eqn.source_info.name_stack.stack
-    return tuple(str(e.name) for e in stack if isinstance(e.name, UserScope))
+    return joined_scopes((), tuple(e.name for e in stack if isinstance(e.name, UserScope)))
 
 
-def is_consumed(name: str) -> bool:
-    """Whether the `sow` that is being traced must not be heard."""
-    consumed = CONSUMED.value
-    if not any(other == name for other, _ in consumed):
-        return False
-    # Not `source_info_util.current`: in a derivative rule that is where the rule is applied.
+def joined_scopes(
+    outer: tuple[UserScope, ...], inner: tuple[UserScope, ...]
+) -> tuple[UserScope, ...]:
+    """One scope inside another, each entered once.
+
+    When JAX traces a body again for its derivative (`checkpoint`, custom rules), it pushes the
+    scopes of the forward pass a second time: the very same objects.
+    """
+    scopes = list(outer)
+    for scope in inner:
+        if not any(scope is other for other in scopes):
+            scopes.append(scope)
+    return tuple(scopes)
+
+
+def caller() -> str:
+    """Where the user's code is that calls us, as `file:line`.
+
+    JAX's own source information is lost in some derivative rules.
+    """
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USER):
         frame = frame.f_back
-    return frame is not None and (name, f"{frame.f_code.co_filename}:{frame.f_lineno}") in consumed
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def source_of(source_info: Any) -> str:

@@ -42,6 +42,7 @@ class Label:
     name: str
     kind: Literal["sow", "cotangent"]
     structure: Structure
+    source: str  # the user's file and line
     spec: Any = None
     log: bool = False
 

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -57,11 +57,11 @@ def resolve(select: Any, entries: Sequence[Entry], readable: bool, what: str) ->
 
 def resolve_keys(entries: Sequence[Entry], keys: Sequence[Any]) -> Iterator[Any]:
     """The keys of `plants`, with what depends on a user's function resolved."""
-    there = {site.key: site.source for _, _, site in numbered(entries, readable=False)}
+    rows = list(numbered(entries, readable=False))
     sown = list(numbered(entries, readable=True))
     for key in keys:
         if not is_static(key):
-            _check_plantable(key, there, sown)
+            _check_plantable(key, rows, sown)
             key = resolve(key, entries, False, "plants")
         yield key
 
@@ -90,7 +90,7 @@ def plan_plants(entries: Sequence[Entry], plants: Sequence[tuple[Any, Any]], mod
     keys = {site.key: site.source for _, _, site in rows}
     chosen: dict[int, tuple[Any, Edit | None]] = {}
     for select, plant in plants:
-        _check_plantable(select, keys, sown)
+        _check_plantable(select, rows, sown)
         check_found(select, keys, "plants")
         if not _is_edit(plant) and not (isinstance(select, str) and select in keys):
             raise PlantError(
@@ -121,16 +121,19 @@ def plan_plants(entries: Sequence[Entry], plants: Sequence[tuple[Any, Any]], mod
     )
 
 
-def _check_plantable(select: Any, keys: Mapping[str, str], sown: Sequence["Row"]) -> None:
+def _check_plantable(select: Any, rows: Sequence["Row"], sown: Sequence["Row"]) -> None:
+    """Raise if of what `select` chooses anything, or any occurrence, cannot be replaced."""
     there = {site.key: site.source for _, _, site in sown}
-    for key, site in ((site.key, site) for _, _, site in sown):
-        if key in keys or not matches(select, site, there):
-            continue
-        raise UnsupportedError(
-            f"`plant`: {key!r} (sown at {site.source}) can be collected but not replaced: the "
-            "program was traced before `plant` saw it (it is a jaxpr, or what `jax.vjp` or "
-            "`jax.linearize` returned); plant in what it was made from"
-        )
+    tags = collections.Counter(site.key for _, _, site in rows)
+    marks = collections.Counter(site.key for _, _, site in sown)
+    for _, _, site in sown:
+        if marks[site.key] > tags[site.key] and matches(select, site, there):
+            raise UnsupportedError(
+                f"`plant`: {site.key!r} (sown at {site.source}) can be collected but not replaced: "
+                "it was traced before `plant` saw it (it is in a jaxpr, in what `jax.vjp` or "
+                "`jax.linearize` returned, or in a derivative rule that JAX keeps from an earlier "
+                "call until `jax.clear_caches()`); plant in what it was made from"
+            )
 
 
 def _is_edit(plant: Any) -> bool:

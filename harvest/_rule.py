@@ -14,6 +14,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from . import _compat, _types
+from ._compat import UserScope
 from ._markers import Mark, Tag
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ class Entry:
     """
 
     marker: Mark | Tag
-    source_info: Any  # of the `sow`
-    scope: tuple[str, ...]
+    scope: tuple[UserScope, ...]
     type: Any
     loops: tuple[int, ...] = ()  # lengths of the loops around it, outermost first
     branches: "tuple[Entry | None, ...] | None" = None  # of the `cond` around it
@@ -81,9 +81,9 @@ class Entry:
     feeds: bool = True  # something besides marks uses the result of this `Tag`
 
     @staticmethod
-    def of(marker: Mark | Tag, source_info: Any, scope: tuple[str, ...], feeds: bool) -> "Entry":
+    def of(marker: Mark | Tag, scope: tuple[UserScope, ...], feeds: bool) -> "Entry":
         avals = zip(marker.in_avals, marker.positions, strict=True)
-        return Entry(marker, source_info, scope, [_types.moved(*a) for a in avals], feeds=feeds)
+        return Entry(marker, scope, [_types.moved(*a) for a in avals], feeds=feeds)
 
     @property
     def key(self) -> str:
@@ -92,7 +92,7 @@ class Entry:
     @property
     def source(self) -> str:
         """The user's file and line."""
-        return _compat.source_of(self.source_info)
+        return self.marker.label.source
 
     @property
     def readable(self) -> bool:
@@ -114,9 +114,11 @@ class Entry:
     def describe(self) -> str:
         return f"the site {self.key!r} (sown at {self.source})"
 
-    def scoped(self, scope: tuple[str, ...]) -> "Entry":
+    def scoped(self, scope: tuple[UserScope, ...]) -> "Entry":
         """As seen from outside a scope."""
-        return dataclasses.replace(self, scope=scope + self.scope) if scope else self
+        if not scope:
+            return self
+        return dataclasses.replace(self, scope=_compat.joined_scopes(scope, self.scope))
 
     def looped(self, length: int) -> "Entry":
         """As seen from outside a loop that stacks what is read in its body."""

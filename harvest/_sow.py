@@ -66,10 +66,10 @@ def sow(value: Any, *, name: str, spec: Any = None) -> Any:
                 f"`sow(..., name={name!r})` got a mutable `Ref` of type {jax.typeof(leaf)}"
                 f"{_at(path)}; a `Ref` has no value of its own: sow what it holds, `ref[...]`."
             )
-    if not _compat.tracing() or _compat.is_consumed(name):
+    if not _compat.tracing():
         return value  # nobody can be listening
     leaves, structure = Structure.flatten(value, is_array)
-    label = Label(name, "sow", structure, spec)
+    label = Label(name, "sow", structure, _compat.caller(), spec)
     return structure.unflatten(mark(leaves, label, ((),) * len(leaves)))
 
 
@@ -132,7 +132,7 @@ def perturb(value: Any, *, name: str, log: bool = False) -> Any:
         treedef, [x if d else None for x, d in zip(leaves, differentiable, strict=True)]
     )
     _, structure = Structure.flatten(cotangent, lambda leaf: True)
-    label = Label(name, "cotangent", structure, log=log)
+    label = Label(name, "cotangent", structure, _compat.caller(), log=log)
     prim = Perturb([jax.typeof(x) for x in inputs], label, ((),) * len(inputs))
     outs = iter(prim(*inputs))
     return jax.tree.unflatten(

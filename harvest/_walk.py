@@ -40,7 +40,7 @@ class Walk:
         marker = _compat.hi_prim(eqn)
         if isinstance(marker, Mark | Tag):
             feeds = not eqn.outvars or any(v in fed for v in eqn.outvars)
-            return [Entry.of(marker, eqn.source_info, scope, feeds)]
+            return [Entry.of(marker, scope, feeds)]
         if (rule := rule_for(eqn)) is not None:
             entries = rule.entries(eqn, self)
         else:

@@ -13,9 +13,10 @@ from jax.experimental.hijax import HiPrim, Zero, instantiate_zeros
 
 from .. import _compat
 from .._errors import UnsupportedError
-from .._interpreter import Action
+from .._interpreter import Action, Replay
 from .._markers import SowEffect
 from .._rule import register_rule
+from .._walk import Walk
 
 
 class _Custom:
@@ -45,20 +46,21 @@ class _Custom:
             dead = (False,) * len(jaxpr.outvars)
             return inside.without_effects().run(jaxpr, args, live=dead).reads
 
-        consumed = functools.partial(_consumed, _read_here(inside))
-        return self.with_derivatives(body, original, reads, consumed)(*invals)
+        without = functools.partial(_without, _read_here(inside))
+        return self.with_derivatives(body, original, reads, without)(*invals)
 
-    def with_derivatives(self, body, original, reads, consumed):
+    def with_derivatives(self, body, original, reads, without):
         """`body`, whose outputs differentiate as `original` and whose reads as `reads`.
 
-        The derivatives of `original` are evaluated in the context `consumed()`.
+        `without(fn)` is `fn` without the sows that `body` collects: the user's rule may evaluate
+        them again.
         """
         raise NotImplementedError
 
 
 @register_rule("custom_jvp_call")
 class CustomJVP(_Custom):
-    def with_derivatives(self, body, original, reads, consumed):
+    def with_derivatives(self, body, original, reads, without):
         fn = jax.custom_jvp(body)
 
         @lambda rule: fn.defjvp(rule, symbolic_zeros=True)
@@ -66,8 +68,9 @@ class CustomJVP(_Custom):
             live = [not _compat.is_symbolic_zero(t) for t in tangents]
             inputs, merge = _split(primals, live)
             tangents = [t for t, nonzero in zip(tangents, live, strict=True) if nonzero]
-            with consumed():
-                outs = jax.jvp(lambda *xs: original(*merge(xs)), inputs, tangents)
+            outs = without(
+                lambda xs, ts: jax.jvp(lambda *xs: original(*merge(xs)), xs, ts), inputs, tangents
+            )
             try:
                 read = jax.jvp(lambda *xs: reads(*merge(xs)), inputs, tangents)
             except Exception as error:
@@ -79,14 +82,15 @@ class CustomJVP(_Custom):
 
 @register_rule("custom_vjp_call")
 class CustomVJP(_Custom):
-    def with_derivatives(self, body, original, reads, consumed):
+    def with_derivatives(self, body, original, reads, without):
         fn = jax.custom_vjp(body)
 
         def fwd(*args):
             perturbed = tuple(a.perturbed for a in args)
             inputs, merge = _split([a.value for a in args], perturbed)
-            with consumed():
-                outs, vjp_outs = jax.vjp(lambda *xs: original(*merge(xs)), *inputs)
+            outs, vjp_outs = without(
+                lambda *xs: jax.vjp(lambda *xs: original(*merge(xs)), *xs), *inputs
+            )
             try:
                 read, vjp_reads = jax.vjp(lambda *xs: reads(*merge(xs)), *inputs)
             except Exception as error:
@@ -101,9 +105,8 @@ class CustomVJP(_Custom):
                 if not all(map(_compat.is_symbolic_zero, _leaves(cts))):
                     if isinstance(vjp, _Static):
                         raise UnsupportedError(vjp.value)
-                    with consumed():
-                        zeros = jax.tree.map(_as_zero, cts, is_leaf=_compat.is_symbolic_zero)
-                        results.append(vjp(zeros))
+                    zeros = jax.tree.map(_as_zero, cts, is_leaf=_compat.is_symbolic_zero)
+                    results.append(vjp(zeros))
             totals = iter([functools.reduce(_add, cts) for cts in zip(*results, strict=True)])
             return tuple(next(totals, None) if p else None for p in perturbed.value)
 
@@ -174,8 +177,19 @@ def _read_here(inside):
     return frozenset(read - left)
 
 
-def _consumed(sows):
-    return _compat.CONSUMED(_compat.CONSUMED.value | sows)
+def _without(sows, fn, *args):
+    """`fn(*args)`, without these sows."""
+    if not sows:
+        return fn(*args)
+    jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    walk = Walk()
+    actions = tuple(
+        Action.READ if e.readable and (e.marker.label.name, e.source) in sows else None
+        for e in walk.entries(jaxpr)
+    )
+    live = (True,) * len(jaxpr.outvars)
+    outs, _ = Replay(walk).run(jaxpr, jax.tree.leaves(args), actions, (), (), live)
+    return jax.tree.unflatten(jax.tree.structure(out), outs)
 
 
 @jax.tree_util.register_static

@@ -413,3 +413,29 @@ def test_a_rule_for_what_jax_cannot_differentiate():
         close(collected["h"][0], 2 * X)
         with pytest.raises(harvest.UnsupportedError, match="JAX cannot differentiate that"):
             jax.grad(lambda x: reap(f)(x)["h"])(X)  # noqa: B023
+
+
+def test_differentiating_a_capture_silences_nobody_else():
+    """JAX keeps the derivative rule of a jitted function once it has traced it."""
+    body = lambda x: sow(1.2 * x, name="a")
+    rule = jax.custom_jvp(body)
+    rule.defjvp(lambda primals, tangents: jax.jvp(body, primals, tangents))
+    f = jax.jit(rule)
+    jax.grad(lambda x: capture(f)(x)[0])(X)
+    assert list(capture(jax.grad(lambda x: f(x)))(X)[1]) == ["a"]
+
+
+def test_a_rule_that_jax_keeps_is_planted_in_whole_or_not_at_all():
+    body = lambda x: sow(jnp.sin(x), name="a")
+    rule = jax.custom_vjp(body)
+    rule.defvjp(lambda x: jax.vjp(body, x), lambda pullback, ct: pullback(ct))
+    f = jax.jit(rule)
+    loss = lambda x: f(sow(1.2 * x, name="a")) ** 2
+    jax.grad(lambda x: plant(lambda x: f(sow(x, name="z")), {"z": harvest.add(0)})(x))(X)
+    with pytest.raises(harvest.UnsupportedError, match=r"'a' .*keeps from an earlier call"):
+        plant(jax.grad(loss), {"a": jnp.negative}, mode="append")(X)
+    jax.clear_caches()
+    halves = lambda a: a / 2
+    value, slope = jnp.sin(0.6 * X) / 2, jnp.cos(0.6 * X)  # of the edited values
+    got = plant(jax.grad(loss), {"a": halves}, mode="append")(X)
+    close(got, 2 * value * slope * 1.2)
