@@ -391,8 +391,12 @@ def is_symbolic_zero(value: Any) -> bool:
     return type(value).__name__ in ("SymbolicZero", "Zero")
 
 
-def vary_like(value: Any, aval: Any) -> Any:
-    """Inside `shard_map`, let `value` vary over the mesh axes that `aval` varies over."""
+def placed_like(value: Any, aval: Any) -> Any:
+    """`value` with the explicit sharding and the varying mesh axes that `aval` has."""
+    sharding = getattr(aval, "sharding", None)
+    explicit = sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    if explicit and jax.typeof(value).sharding != sharding:
+        value = jax.sharding.reshard(value, sharding)
     have = getattr(getattr(jax.typeof(value), "manual_axis_type", None), "varying", ())
     want = getattr(getattr(aval, "manual_axis_type", None), "varying", ())
     missing = tuple(axis for axis in want if axis not in have)

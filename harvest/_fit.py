@@ -59,7 +59,7 @@ def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str) -> Any:
         )
     if weak:
         leaf = jnp.asarray(leaf, wanted.dtype)
-    return _compat.vary_like(_compat.like_weak(jnp.asarray(leaf), wanted), wanted)
+    return _compat.placed_like(_compat.like_weak(jnp.asarray(leaf), wanted), wanted)
 
 
 def prepared(edit: Edit, entry: Entry, mode: Mode = "strict") -> Edit:

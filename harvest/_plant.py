@@ -12,9 +12,9 @@ from ._edit_nodes import Edit
 from ._errors import PlantError
 from ._interpreter import Replay
 from ._plan import Mode, check_mode, plan_plants, resolve_keys
+from ._rule import Entry
 from ._select import check_select, is_static
 from ._stage import Transformed, trace_cached
-from ._structure import Structure
 
 
 def plant(
@@ -114,8 +114,9 @@ def _nodes(values: Any) -> list[Any]:
     return jax.tree.leaves(values, is_leaf=_is_number)
 
 
-def _has_numbers(structure: Structure) -> bool:
-    return any(type(leaf) in _NUMBERS for leaf in structure.statics)
+def _has_numbers(entry: Entry) -> bool:
+    structures = [inner.marker.label.structure for inner, _ in entry.innermost()]
+    return any(type(leaf) in _NUMBERS for s in structures for leaf in s.statics)
 
 
 class Plant(Transformed):
@@ -141,7 +142,7 @@ class Plant(Transformed):
         program = trace_cached("plant", self.fn, args, kwargs, planting=True)
         entries = program.walk.entries(program.jaxpr)
         # Where Python numbers are sown as they are, those that are planted are not traced.
-        static = {entry.key for entry in entries if _has_numbers(entry.marker.label.structure)}
+        static = {entry.key for entry in entries if _has_numbers(entry)}
         resolved = copy.copy(self)
         resolved.keys = tuple(resolve_keys(entries, self.keys))
         resolved.values = tuple(

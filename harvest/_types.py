@@ -19,6 +19,8 @@ def moved(aval: Any, positions: tuple[int | None, ...]) -> Any:
     if not hasattr(aval, "shape"):  # a hi type
         return aval
     axes = [axis for axis in positions if axis is not None]
+    if not axes:
+        return aval  # with its sharding
     rest = [size for axis, size in enumerate(aval.shape) if axis not in axes]
     return _with_shape(aval, (*(aval.shape[axis] for axis in axes), *rest))
 

@@ -326,3 +326,25 @@ def test_branches_that_hold_the_same_sum():
     np.testing.assert_array_equal(plant(f, {"m": h})(*args), 2 * X)
     np.testing.assert_array_equal(plant(f, {"m": 10 * X})(*args), 20 * X)
     np.testing.assert_array_equal(plant(f, {"m": add(1)})(*args), 2 * (X + 1))
+
+
+def test_static_numbers_in_branches_of_another_structure():
+    def first(x):
+        return sow({"p": x, "n": 7, "f": 2.5}, name="b")["p"]
+
+    f = lambda x: lax.cond(x[0] > 0, first, lambda x: sow(2 * x, name="b"), x)
+    for x in (X, -X):
+        np.testing.assert_array_equal(plant(f, reap(f)(x))(x), f(x))
+
+
+def test_explicit_sharding_of_the_zeros_of_other_branches():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.arange(32.0).reshape(8, 4), jax.P("a", "b"))
+        f = lambda x: lax.cond(x.sum() > 0, lambda x: sow(x, name="h"), lambda x: -x, x)
+        h = reap(f)(x)["h"].branches[1]
+        assert h.sharding.spec == jax.P("a", "b")
+        np.testing.assert_array_equal(h, x)
+        planted = plant(f, {"h": jnp.ones((8, 4))})(x)
+        assert planted.sharding.spec == jax.P("a", "b")
+        np.testing.assert_array_equal(planted, np.ones((8, 4)))
