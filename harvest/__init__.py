@@ -12,6 +12,7 @@ from ._edits import indexed as indexed
 from ._edits import replace as replace
 from ._edits import scale as scale
 from ._edits import zero as zero
+from ._entry import CondSum as CondSum
 from ._errors import DuplicateSiteError as DuplicateSiteError
 from ._errors import HarvestError as HarvestError
 from ._errors import HarvestWarning as HarvestWarning
@@ -24,7 +25,6 @@ from ._plant import plant as plant
 from ._reap import capture as capture
 from ._reap import reap as reap
 from ._reap import sites as sites
-from ._rule import CondSum as CondSum
 from ._site import Axis as Axis
 from ._site import Site as Site
 from ._site import Sites as Sites

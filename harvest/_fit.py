@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from . import _compat, _types
 from ._edit_nodes import Branches, Chain, Each, Edit, Replace
+from ._entry import CondSum, Entry
 from ._errors import PlantError
-from ._rule import CondSum, Entry
 from ._structure import HOLE, Structure, is_array, same_static
 
 Mode = Literal["strict", "append"]

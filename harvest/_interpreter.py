@@ -10,9 +10,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from . import _compat, _types
 from ._apply import apply_edit
 from ._edit_nodes import Edit, Loop
+from ._entry import Entry
 from ._errors import UnsupportedError
 from ._markers import Mark, SowEffect, Tag
-from ._rule import Entry, Rule, rule_for
+from ._rule import Rule, rule_for
 from ._walk import Walk
 
 

@@ -10,10 +10,10 @@ import jax
 from . import _types
 from ._edit_nodes import Edit, Replace
 from ._edits import as_edit
+from ._entry import Entry
 from ._errors import DuplicateSiteError, PlantError, SelectError, UnsupportedError
 from ._fit import Mode, prepared
 from ._interpreter import Action, Actions
-from ._rule import Entry
 from ._select import Chosen, check_found, is_static, matches
 from ._site import Site, Sites, site_of
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from ._edit_nodes import Edit
+from ._entry import Entry
 from ._errors import PlantError
 from ._interpreter import Replay
 from ._plan import Mode, check_mode, plan_plants, resolve_keys
-from ._rule import Entry
 from ._select import check_select, is_static
 from ._stage import Transformed, trace_cached
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax
 
 from . import _compat
+from ._entry import CondSum, Entry
 from ._interpreter import Replay
 from ._plan import Mode, Plan, check_mode, plan_reads, resolve, sites_of
-from ._rule import CondSum, Entry
 from ._select import check_select, is_static
 from ._site import Sites
 from ._stage import Program, Transformed, trace_afresh, trace_cached

@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, overload
 import jax
 
 from . import _types
+from ._entry import Entry
 from ._errors import UnknownSiteError, nearest
-from ._rule import Entry
 
 
 class Axis(NamedTuple):

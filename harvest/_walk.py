@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from . import _compat
+from ._entry import Entry
 from ._markers import Mark, Tag
-from ._rule import Entry, rule_for
+from ._rule import rule_for
 
 
 class Walk:

@@ -10,8 +10,9 @@ from jax import lax
 
 from .. import _compat, _types
 from .._edit_nodes import in_branch
+from .._entry import CondSum, Entry
 from .._interpreter import Action
-from .._rule import CondSum, Entry, register_rule
+from .._rule import register_rule
 
 
 @register_rule("cond")
