@@ -114,9 +114,9 @@ def main(seed: int = 0, out: str = "examples/out") -> None:
     uniform, rank = math.log(len(model.embedding)), 1 + ranked.tolist().index([18, 6])
     change = second["random heads"] - second["nothing"]
     expect = report.expect
-    expect(f"P({ANSWER!r})", float(probability[answer]), 0.768, 0.778, "transformers")
-    expect("rank of head 18.6", rank, 1, 1, "earlier survey")
-    expect("score of head 18.6", float(scores[18, 6]), 0.85, 1, "earlier survey")
+    expect(f"P({ANSWER!r})", float(probability[answer]), 0.768, 0.778, "transformers 5.24")
+    expect("rank of head 18.6", rank, 1, 1, "independent survey")
+    expect("score of head 18.6", float(scores[18, 6]), 0.85, 1, "independent survey")
     expect("loss, first half", first["nothing"], uniform, math.inf, "random tokens")
     expect("loss, second half", second["nothing"], 0, 3.5, "is a copy")
     expect("... no induction heads", second["induction heads"], 6, math.inf, "they copy")

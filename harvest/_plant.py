@@ -14,7 +14,7 @@ from ._errors import PlantError
 from ._interpreter import Replay
 from ._plan import Mode, check_mode, plan_plants, resolve_keys
 from ._select import check_select, is_static
-from ._stage import Transformed, trace_cached
+from ._stage import Transformed, trace_afresh
 
 
 def plant(
@@ -135,11 +135,11 @@ class Plant(Transformed):
         self.values = tuple(map(_with_numbers, plants.values()))
         self.mode: Mode = mode
 
-    def _resolved(self, args, kwargs):
+    def _resolved(self, args, kwargs, trace):
         numbers = any(map(_is_number, _nodes(self.values)))
-        if all(map(is_static, self.keys)) and not numbers:
+        if not numbers and (all(map(is_static, self.keys)) or trace is trace_afresh):
             return self
-        program = trace_cached("plant", self.fn, args, kwargs, planting=True)
+        program = trace("plant", self.fn, args, kwargs, planting=True)
         entries = program.walk.entries(program.jaxpr)
         # Where Python numbers are sown as they are, those that are planted are not traced.
         static = {entry.key for entry in entries if _has_numbers(entry)}

@@ -155,10 +155,10 @@ class _Reading(Transformed):
         self.select = check_select(select)
         self.mode: Mode = mode
 
-    def _resolved(self, args, kwargs):
-        if is_static(self.select):
+    def _resolved(self, args, kwargs, trace):
+        if is_static(self.select) or trace is trace_afresh:
             return self
-        program = trace_cached(self._what, self.fn, args, kwargs)
+        program = trace(self._what, self.fn, args, kwargs)
         entries = program.walk.entries(program.jaxpr)
         return type(self)(self.fn, resolve(self.select, entries, True, self._what), self.mode)
 

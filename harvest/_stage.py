@@ -114,9 +114,11 @@ class Transformed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             if _compat.tracing():
-                result = self._inline(args, kwargs, trace_afresh)
+                resolved = self._all_resolved(args, kwargs, trace_afresh)
+                result = resolved._inline(args, kwargs, trace_afresh)
             else:
-                result = _run_staged(self._all_resolved(args, kwargs), args, kwargs)
+                resolved = self._all_resolved(args, kwargs, trace_cached)
+                result = _run_staged(resolved, args, kwargs)
         except HarvestError as error:
             # The frames between are ours and JAX's, as is the note that JAX adds about them; the
             # message has the user's line.
@@ -132,16 +134,19 @@ class Transformed:
         """What the user gets: for what must not pass through `jit`, which sorts dicts."""
         return value
 
-    def _all_resolved(self, args: Any, kwargs: Any) -> "Transformed":
+    def _all_resolved(self, args: Any, kwargs: Any, trace: Callable) -> "Transformed":
         """`_resolved`, for the transforms that this one transforms as well."""
         resolved = self
         if isinstance(self.fn, Transformed):
             resolved = copy.copy(self)
-            resolved.fn = self.fn._all_resolved(args, kwargs)
-        return resolved._resolved(args, kwargs)
+            resolved.fn = self.fn._all_resolved(args, kwargs, trace)
+        return resolved._resolved(args, kwargs, trace)
 
-    def _resolved(self, args: Any, kwargs: Any) -> "Transformed":
-        """This, with choices that depend on a user's function made: they are part of the key."""
+    def _resolved(self, args: Any, kwargs: Any, trace: Callable) -> "Transformed":
+        """This, with what depends on the program decided before it is flattened.
+
+        In a key of a cache, choices that a user's function makes must have been made.
+        """
         return self
 
     def _inline(self, args: Any, kwargs: Any, trace: Callable) -> tuple[Any, tuple[str, ...]]:

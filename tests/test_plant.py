@@ -401,3 +401,11 @@ COMPILED: list[str] = []
 def _count(event, duration, **kwargs):
     if event.endswith("backend_compile_duration"):
         COMPILED.append(event)
+
+
+def test_static_numbers_round_trip_in_nested_transforms():
+    f = lambda x: sow({"p": x, "n": 7, "f": 2.5}, name="b")["p"]
+    nested = lambda x: reap(plant(f, reap(f)(x)))(x)["b"]["p"]
+    np.testing.assert_array_equal(nested(X), X)
+    np.testing.assert_array_equal(jax.jit(nested)(X), X)
+    np.testing.assert_array_equal(jax.vmap(nested)(X[None]), X[None])
