@@ -235,7 +235,9 @@ def _flattened(
 ) -> tuple[list[Any], Structure]:
     leaves, treedef = jax.tree.flatten((fn, args, kwargs))
     held = treedef.children()[0].num_leaves
-    dynamic = [*map(is_held, leaves[:held]), *map(is_dynamic, leaves[held:])]
+    typed = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves[:held]]  # for `sites`
+    in_fn = [t or is_held(leaf) for t, leaf in zip(typed, leaves[:held], strict=True)]
+    dynamic = [*in_fn, *map(is_dynamic, leaves[held:])]
     return Structure.split(leaves, treedef, dynamic)
 
 

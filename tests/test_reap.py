@@ -272,5 +272,5 @@ def test_stacked_refuses():
     acts = {"a/0": jnp.ones(2), "a/1": jnp.ones(3)}
     with pytest.raises(harvest.UnknownSiteError, match=r"'b/\*' matches no key.*'a/0'"):
         stacked(acts, "b/*")
-    with pytest.raises(harvest.SelectError, match=r"cannot stack 'a/1'.*float32\[3\].*'a/0'"):
+    with pytest.raises(harvest.SelectError, match=r"cannot stack 'a/1'.*f32\[3\].*'a/0'"):
         stacked(acts, "a/*")
