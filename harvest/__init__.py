@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from . import _rules as _rules
+from . import folds as folds
 from . import internal as internal
 from ._edits import add as add
 from ._edits import at as at
@@ -14,6 +15,7 @@ from ._edits import scale as scale
 from ._edits import zero as zero
 from ._entry import CondSum as CondSum
 from ._errors import DuplicateSiteError as DuplicateSiteError
+from ._errors import GradError as GradError
 from ._errors import HarvestError as HarvestError
 from ._errors import HarvestWarning as HarvestWarning
 from ._errors import PlantError as PlantError
@@ -21,6 +23,10 @@ from ._errors import SelectError as SelectError
 from ._errors import SowError as SowError
 from ._errors import UnknownSiteError as UnknownSiteError
 from ._errors import UnsupportedError as UnsupportedError
+from ._fold import Fold as Fold
+from ._grad import grad as grad
+from ._grad import value_and_grad as value_and_grad
+from ._jvp import jvp as jvp
 from ._plant import plant as plant
 from ._reap import capture as capture
 from ._reap import reap as reap
@@ -39,6 +45,8 @@ __all__ = [
     "Axis",
     "CondSum",
     "DuplicateSiteError",
+    "Fold",
+    "GradError",
     "HarvestError",
     "HarvestWarning",
     "PlantError",
@@ -53,7 +61,10 @@ __all__ = [
     "capture",
     "chain",
     "each",
+    "folds",
+    "grad",
     "indexed",
+    "jvp",
     "perturb",
     "plant",
     "reap",
@@ -63,5 +74,6 @@ __all__ = [
     "sites",
     "sow",
     "stacked",
+    "value_and_grad",
     "zero",
 ]

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from . import _types
+from ._batching import per_example
 from ._edit_nodes import Context, Edit, Loop
 from ._errors import PlantError
 from ._fit import fit
@@ -26,6 +27,7 @@ def apply_edit(
 
     context = Context(
         loops,
+        marker.positions,
         mapped=lambda fn: _mapped(fn, marker, where),
         fitted=lambda value: structure.unflatten(fitted(value)),
     )
@@ -46,20 +48,16 @@ def _mapped(fn: Callable[[Any], Any], marker: Marker, where: str) -> Callable[[A
     """
     structure = marker.label.structure
 
-    def flat(*leaves: Any) -> tuple[Any, ...]:
+    def flat(leaves: list[Any]) -> list[Any]:
         edited = fn(structure.unflatten(leaves))
-        return tuple(fit(edited, structure, [jax.typeof(x) for x in leaves], where))
+        return fit(edited, structure, [jax.typeof(x) for x in leaves], where)
 
-    for level in reversed(list(zip(*marker.positions, strict=True))):
-        axes = tuple(None if axis is None else 0 for axis in level)
-        if all(axis is None for axis in axes):
-            continue
-        flat = jax.vmap(flat, in_axes=axes, out_axes=axes)
+    flat = per_example(flat, marker.positions, keeps_axes=True)
 
     def mapped(value: Any) -> Any:
         leaves, _ = Structure.flatten(value, is_array)
         try:
-            return structure.unflatten(flat(*leaves))
+            return structure.unflatten(flat(leaves))
         except ValueError as error:
             if "out_axes" not in str(error):
                 raise

@@ -45,6 +45,9 @@ with jax.ensure_compile_time_eval():
     _EVAL_STATE = get_opaque_trace_state(convention="harvest")
 
 
+# Whether a transform of harvest is tracing, that will see what is sown.
+WATCHED = jax.make_user_context(False)
+
 # Whether `plant` is tracing. A context of JAX's, so that what JAX caches while it is set is told
 # apart from what it caches otherwise.
 PLANTING = jax.make_user_context(False)
@@ -369,15 +372,15 @@ class WhileParams(NamedTuple):
     body_jaxpr: Jaxpr  # [*body_consts, *carry] -> [*carry]
     cond_consts: int
     body_consts: int
-    batched: bool  # the predicate is, by `vmap`, which no public function can spell
+    lanes: tuple[int, ...]  # the shape of the predicate, if `vmap` has batched it
 
 
 def while_params(eqn: JaxprEqn) -> WhileParams:
     """The inputs of the equation are `[*cond_consts, *body_consts, *carry]`."""
     p = eqn.params
-    batched = bool(p["cond_jaxpr"].out_avals[0].ndim)
+    lanes = p["cond_jaxpr"].out_avals[0].shape
     return WhileParams(
-        p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"], batched
+        p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"], lanes
     )
 
 

@@ -9,22 +9,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _types
+from ._batching import Positions
 from ._errors import PlantError
 from ._iterations import check_index, is_chosen
 from ._structure import is_array
 
 
 class Loop(NamedTuple):
-    """One loop around a site: its current index, traced, and its length."""
+    """One loop around a site: its current index, traced, and its length (None if not known)."""
 
     index: Any
-    length: int
+    length: int | None
 
 
 class Context(NamedTuple):
     """Where an edit is applied."""
 
     loops: tuple[Loop, ...]  # outermost first
+    positions: Positions  # of the batch axes of the leaves
     mapped: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]  # `vmap` over the batch axes
     fitted: Callable[[Any], Any]  # the edited value, checked to be of the type of the site
 
@@ -39,7 +41,7 @@ class Edit(eqx.Module):
     def apply(self, value: Any, context: Context) -> Any:
         raise NotImplementedError
 
-    def check(self, loops: tuple[int, ...]) -> None:
+    def check(self, loops: tuple[int | None, ...]) -> None:
         """Raise a `PlantError` if this edit does not fit into loops of these lengths."""
 
 
@@ -100,14 +102,15 @@ class Chain(Edit):
 class Each(Edit):
     """Every loop around the site slices the arrays of `edit`; see `split_each`."""
 
-    edit: Edit
+    edit: Any  # an `Edit`, or part of one
 
     def apply(self, value, context):
         return self.edit.apply(value, context)
 
     def check(self, loops):
+        loops = tuple(length for length in loops if length is not None)
         if not loops:
-            raise PlantError("got `each(...)` where there is no loop")
+            raise PlantError("got `each(...)` where there is no loop of a length that is known")
         arrays = list(filter(is_array, jax.tree.leaves(self.edit)))
         if not arrays:
             raise PlantError(
@@ -175,7 +178,7 @@ class Branches(Edit):
 # ------------------------------------------------------------------ structures around a site
 
 
-def split_each(edits: Sequence[Edit]) -> tuple[Any, Any]:
+def split_each(edits: Sequence[Any]) -> tuple[Any, Any]:
     """What a loop slices (the arrays inside `Each`), and the rest; see `equinox.partition`."""
 
     def spec(node: Any) -> Any:
@@ -186,16 +189,16 @@ def split_each(edits: Sequence[Edit]) -> tuple[Any, Any]:
     )
 
 
-def split_arrays(edits: Sequence[Edit]) -> tuple[Any, Any]:
-    """The arrays of the edits, and the rest: what can be an argument, and what cannot."""
-    return eqx.partition(edits, is_array)
+def split_arrays(actions: Sequence[Any]) -> tuple[Any, Any]:
+    """The arrays in edits and reducers, and the rest: what can be an argument, and what cannot."""
+    return eqx.partition(actions, is_array)
 
 
-def in_branch(edit: Edit, branch: int) -> Edit:
-    """What is left of an edit inside one branch of the outermost `cond` around the site."""
+def in_branch(edits: Any, branch: int) -> Any:
+    """What is left of edits inside one branch of the outermost `cond` around their sites."""
     return jax.tree.map(
         lambda node: node.edits[branch] if isinstance(node, Branches) else node,
-        edit,
+        edits,
         is_leaf=lambda node: isinstance(node, Branches),
     )
 

@@ -8,8 +8,13 @@ import equinox as eqx
 import jax
 
 from . import _compat, _types
+from ._batching import batch_sizes
 from ._compat import UserScope
 from ._markers import Mark, Tag
+
+# Places in a `while_loop` that cannot be opened.
+PREDICATE = "the predicate of a `while_loop`"
+BATCHED_WHILE = "a `while_loop` whose predicate `vmap` batched"
 
 
 class CondSum(eqx.Module):
@@ -64,11 +69,12 @@ class Entry:
     marker: Mark | Tag
     scope: tuple[UserScope, ...]
     type: Any
-    loops: tuple[int, ...] = ()  # lengths of the loops around it, outermost first
+    loops: tuple[int | None, ...] = ()  # their lengths, outermost first; None if not known
     branches: "tuple[Entry | None, ...] | None" = None  # of the `cond` around it
     summed: bool = False  # those branches differ
     blocked: str | None = None  # the primitive around it that cannot be opened
     feeds: bool = True  # something besides marks uses the result of this `Tag`
+    lanes: tuple[int, ...] = ()  # batch axes that it only has because it does not run in all lanes
 
     @staticmethod
     def of(marker: Mark | Tag, scope: tuple[UserScope, ...], feeds: bool) -> "Entry":
@@ -94,7 +100,7 @@ class Entry:
         return isinstance(self.marker, Tag) or not self.marker.in_avals
 
     @property
-    def around(self) -> tuple[int, ...]:
+    def around(self) -> tuple[int | None, ...]:
         """Of `loops`, those around the `cond`; the branches know those inside it."""
         if self.summed or self.branches is None:
             return self.loops
@@ -110,16 +116,39 @@ class Entry:
             return self
         return dataclasses.replace(self, scope=_compat.joined_scopes(scope, self.scope))
 
-    def looped(self, length: int) -> "Entry":
-        """As seen from outside a loop that stacks what is read in its body."""
-        stacked = jax.tree.map(lambda aval: _types.stacked(aval, length), self.type)
-        return dataclasses.replace(self, type=stacked, loops=(length, *self.loops))
+    def looped(self, length: int | None) -> "Entry":
+        """As seen from outside a loop that stacks what is read in its body.
+
+        A loop whose length is not known (None) cannot: what is read there has to be folded.
+        """
+        type = self.type
+        if length is not None:
+            type = jax.tree.map(lambda aval: _types.stacked(aval, length), type)
+        return dataclasses.replace(self, type=type, loops=(length, *self.loops))
+
+    def in_lanes(self, lanes: tuple[int, ...], varies: bool) -> "Entry":
+        """As seen from outside a `while_loop` whose predicate `vmap` has batched.
+
+        `varies`: whether the value depends on what the loop carries, which has these axes.
+        """
+        if self.branches is not None:
+            inside = tuple(b and b.in_lanes(lanes, varies) for b in self.branches)
+            blocked = next((b.blocked for b in inside if b is not None and b.blocked), None)
+            return dataclasses.replace(self, branches=inside, blocked=blocked)
+        batch = batch_sizes(self.marker.in_avals, self.marker.positions)
+        if not batch and self.lanes in ((), lanes):
+            return dataclasses.replace(self, lanes=lanes)
+        # Otherwise the axes of the lanes cannot be told from those of another `vmap`.
+        known = varies and len(batch) == len(lanes)
+        return self if known or not self.readable else self.block(BATCHED_WHILE)
 
     def block(self, primitive: str) -> "Entry":
         """As seen from outside a primitive that cannot be opened."""
         return dataclasses.replace(self, blocked=self.blocked or primitive)
 
-    def innermost(self, outer: tuple[int, ...] = ()) -> "Iterator[tuple[Entry, tuple[int, ...]]]":
+    def innermost(
+        self, outer: tuple[int | None, ...] = ()
+    ) -> "Iterator[tuple[Entry, tuple[int | None, ...]]]":
         """The entries inside all branches, each with all the loops around it."""
         if self.branches is None:
             yield self, (*outer, *self.loops)

@@ -118,6 +118,23 @@ class PlantError(HarvestError, ValueError):
     """
 
 
+class GradError(HarvestError, TypeError):
+    """A function, or arguments of it, that cannot be differentiated.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax.numpy as jnp
+
+        try:
+            harvest.grad(lambda x: harvest.sow(x, name="h"))(jnp.ones(3))
+        except harvest.GradError as error:
+            assert "f32[3]" in str(error) and "scalar" in str(error)
+        ```
+    """
+
+
 class UnsupportedError(HarvestError, NotImplementedError):
     """A wanted site inside a structure that cannot be opened, or a callable that cannot be traced.
 
@@ -133,7 +150,7 @@ class UnsupportedError(HarvestError, NotImplementedError):
         try:
             harvest.reap(f)(0.0)
         except harvest.UnsupportedError as error:
-            assert "`while`" in str(error)
+            assert "harvest.folds.last()" in str(error)
         ```
     """
 

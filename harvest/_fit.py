@@ -1,7 +1,7 @@
 """Values and edits made fit for a site, or refused."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -11,6 +11,7 @@ from . import _compat, _types
 from ._edit_nodes import Branches, Chain, Each, Edit, Replace
 from ._entry import CondSum, Entry
 from ._errors import PlantError
+from ._probe import Probe, Push, has_derivative
 from ._structure import HOLE, Structure, is_array, same_static
 
 Mode = Literal["strict", "append"]
@@ -66,7 +67,9 @@ def prepared(edit: Edit, entry: Entry, mode: Mode = "strict") -> Edit:
     """The edit as it is applied in every iteration, checked against the site."""
     if isinstance(edit, Replace):
         _check_not_occurrences(edit.value, entry, mode)
-        return _replacing(edit.value, entry, ())
+        return _branchwise(edit.value, entry, _replacing)
+    if isinstance(edit, Push):
+        return _branchwise(edit.value, entry, _pushing)
     edit = _nested(edit, entry)
     for inner, loops in entry.innermost():
         try:
@@ -86,15 +89,43 @@ def _check_not_occurrences(value: Any, entry: Entry, mode: Mode) -> None:
         )
 
 
-def _replacing(value: Any, entry: Entry, outer: tuple[int, ...]) -> Edit:
-    """An edit that replaces by a value of the form in which the site is read."""
+def _replacing(value: Any, entry: Entry, avals: Sequence[Any], stacked: bool) -> Edit:
+    fit(value, entry.marker.label.structure, avals, entry.describe())
+    return Each(Replace(value)) if stacked else Replace(value)
+
+
+def _pushing(value: Any, entry: Entry, avals: Sequence[Any], stacked: bool) -> Edit:
+    """An edit that lets a tangent in: only floating-point arrays have one."""
+    structure, where = entry.marker.label.structure, entry.describe()
+    leaves, treedef = jax.tree.flatten(value)
+    if treedef != structure.treedef:
+        raise PlantError(
+            f"got a tangent of structure {treedef}, wanted {structure.treedef}, for {where}"
+        )
+    dynamic = [x for x, static in zip(leaves, structure.statics, strict=True) if static is HOLE]
+    eps = [
+        _fit_leaf(leaf, aval, "", where) if has_derivative(aval) else None
+        for leaf, aval in zip(dynamic, avals, strict=True)
+    ]
+    return Probe(Each(eps) if stacked else eps)
+
+
+def _branchwise(
+    value: Any,
+    entry: Entry,
+    make: Callable[[Any, Entry, Sequence[Any], bool], Edit],
+    outer: tuple[int | None, ...] = (),
+) -> Edit:
+    """An edit with a value of the form in which the site is read, branch by branch.
+
+    A `while_loop` has no axis: there is one value for all its iterations.
+    """
     sums = isinstance(entry.type, CondSum)  # of this `cond`, or of one inside each branch
     if not sums and not (isinstance(value, CondSum) and entry.branches is not None):
-        wanted = entry.type
-        for length in reversed(outer):
-            wanted = [_types.stacked(aval, length) for aval in wanted]
-        fit(value, entry.marker.label.structure, wanted, entry.describe())
-        return Each(Replace(value)) if outer or entry.loops else Replace(value)
+        avals = entry.type
+        for length in reversed(known(outer)):
+            avals = [_types.stacked(aval, length) for aval in avals]
+        return make(value, entry, avals, bool(known((*outer, *entry.loops))))
     assert entry.branches is not None
     outer = (*outer, *entry.around)
     branchwise = isinstance(value, CondSum) and (entry.summed or not sums)
@@ -115,7 +146,7 @@ def _replacing(value: Any, entry: Entry, outer: tuple[int, ...]) -> Edit:
                 )
             edits.append(Chain(()))
         else:
-            edits.append(_replacing(part, branch, outer))
+            edits.append(_branchwise(part, branch, make, outer))
     return Branches(tuple(edits))
 
 
@@ -126,12 +157,12 @@ def _nested(edit: Edit, entry: Entry) -> Edit:
     if not isinstance(edit, Replace):
         fields = {f.name: getattr(edit, f.name) for f in dataclasses.fields(edit)}
         return type(edit)(**{name: _nested_field(v, entry) for name, v in fields.items()})
-    if not any(loops for _, loops in entry.innermost()):
+    if not any(known(loops) for _, loops in entry.innermost()):
         return edit
     for inner, loops in entry.innermost():
-        once = [_types.dropped(aval, len(inner.loops)) for aval in inner.type]
+        once = [_types.dropped(aval, len(known(inner.loops))) for aval in inner.type]
         stacked = once
-        for length in reversed(loops):
+        for length in reversed(known(loops)):
             stacked = [_types.stacked(aval, length) for aval in stacked]
         structure, where = inner.marker.label.structure, inner.describe()
         try:
@@ -148,3 +179,8 @@ def _nested_field(value: Any, entry: Entry) -> Any:
     if isinstance(value, tuple) and value and all(isinstance(v, Edit) for v in value):
         return tuple(_nested(v, entry) for v in value)
     return value
+
+
+def known(loops: Sequence[int | None]) -> tuple[int, ...]:
+    """The lengths of the loops that stack."""
+    return tuple(length for length in loops if length is not None)

@@ -1,44 +1,28 @@
 """The replay: evaluate a jaxpr, reading some of its sites and replacing others."""
 
 import dataclasses
-import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from . import _compat, _types
+from . import _compat
 from ._apply import apply_edit
 from ._edit_nodes import Edit, Loop
 from ._entry import Entry
 from ._errors import UnsupportedError
 from ._markers import Mark, SowEffect, Tag
+from ._reading import Folded, Reading
 from ._rule import Rule, rule_for
 from ._walk import Walk
 
-
-class Action(enum.Enum):
-    """What is done at an entry that is not left alone.
-
-    !!! Example
-
-        ```python
-        from harvest.internal import Action
-
-        assert [action.name for action in Action] == ["READ", "PLANT"]
-        ```
-    """
-
-    READ = "read"
-    PLANT = "plant"
-
-
-Actions = tuple[Action | None, ...]
+# What is done at each entry: it is read, edited, or left alone.
+Actions = Sequence[Reading | Edit | None]
 
 
 class Result(NamedTuple):
     outs: list[Any]  # of the jaxpr
-    reads: list[Any]  # for each entry to read, a value of its `type`
+    reads: list[Any]  # for each entry to read, what each part of its `Reading` has read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +42,8 @@ class Inside:
 
     - `replay`: the evaluation of the whole program.
     - `entries`: the sites of the equation, as the rule's `entries` returned them.
-    - `actions`: for each entry an [`harvest.internal.Action`][], or `None` to leave it alone.
-    - `plants`: for each entry to plant, an edit, in the order of the entries.
+    - `actions`: for each entry a `Reading`, an `Edit`, or `None` to leave it alone. Pytrees, with
+        the arrays of reducers and edits, and the states of folds.
     - `loops`: index and length of the loops around the equation, outermost first.
     - `live`: which outputs of the equation are needed.
     """
@@ -67,7 +51,6 @@ class Inside:
     replay: "Replay"
     entries: Sequence[Entry]  # of the equation
     actions: Actions  # one for each entry
-    plants: list[Edit]  # one for each entry to plant
     loops: tuple[Loop, ...]  # around the equation, outermost first
     live: tuple[bool, ...]  # which outputs of the equation are needed
 
@@ -77,7 +60,6 @@ class Inside:
         args: Sequence[Any],
         *,
         actions: Actions | None = None,
-        plants: Sequence[Edit] | None = None,
         loops: tuple[Loop, ...] | None = None,
         live: Sequence[bool] | None = None,
     ) -> Result:
@@ -89,10 +71,14 @@ class Inside:
             jaxpr,
             args,
             self.actions if actions is None else actions,
-            self.plants if plants is None else plants,
             self.loops if loops is None else loops,
             (True,) * len(jaxpr.outvars) if live is None else live,
         )
+
+    @property
+    def plants(self) -> bool:
+        """Whether anything in the equation is edited."""
+        return any(isinstance(action, Edit) for action in self.actions)
 
     def without_effects(self) -> "Inside":
         """The same, for a second evaluation beside one that has the side effects."""
@@ -105,6 +91,7 @@ class Replay:
 
     walk: Walk
     effects: bool = True  # False: leave out whatever is there for its effects only
+    marks: bool = True  # False: leave out what is there only to be collected by somebody else
     jits: dict[Any, Any] = dataclasses.field(default_factory=dict)  # for the rule of `jit`
 
     def run(
@@ -112,7 +99,6 @@ class Replay:
         jaxpr: Jaxpr,
         args: Sequence[Any],
         actions: Actions,
-        plants: Sequence[Edit],
         loops: tuple[Loop, ...],
         live: Sequence[bool],
     ) -> Result:
@@ -127,11 +113,9 @@ class Replay:
             return atom.val if isinstance(atom, Literal) else env[atom]
 
         reads: list[Any] = []
-        edits = iter(plants)
         for step in self._steps(jaxpr, actions, live):
             invals = [read(v) for v in step.eqn.invars]
-            here = [next(edits) for action in step.actions if action is Action.PLANT]
-            inside = Inside(self, step.entries, step.actions, here, loops, step.live)
+            inside = Inside(self, step.entries, step.actions, loops, step.live)
             outs, new = self._evaluate(step.eqn, invals, inside)
             env.update(zip(step.eqn.outvars, outs, strict=True))
             reads += new
@@ -168,13 +152,12 @@ class Replay:
         with _compat.equation_context(eqn):
             if isinstance(marker, Mark | Tag):
                 invals = list(map(_compat.as_array, invals, marker.in_avals))
-            if isinstance(marker, Mark) and not inside.plants:
-                return Result([], [_types.axes_to_front(invals, marker.positions)])
-            if isinstance(marker, Mark | Tag):
-                where = inside.entries[0].describe()
-                edited = apply_edit(
-                    inside.plants[0], marker, invals, loops=inside.loops, where=where
-                )
+                ((action, entry),) = zip(inside.actions, inside.entries, strict=True)
+                where = entry.describe()
+                if isinstance(action, Reading):
+                    return Result([], [action.read(marker, invals, inside.loops, where)])
+                assert action is not None
+                edited = apply_edit(action, marker, invals, loops=inside.loops, where=where)
                 return Result(_retagged(eqn, edited), [])
             assert rule is not None, "a site that cannot be opened was planned for"
             return Result(*rule.rebuild(eqn, invals, inside))
@@ -192,12 +175,18 @@ class Replay:
             here = actions[end - len(span) : end]
             end -= len(span)
             used = tuple(everything or v in needed for v in eqn.outvars)
-            # A second evaluation makes references of its own, and has to write to them.
-            kept = eqn.effects if self.effects else _compat.uses_refs(eqn)
+            kept = self._is_kept(eqn)
             if everything or any(used) or any(here) or kept:
                 needed.update(v for v in eqn.invars if isinstance(v, Var))
                 steps.append(_Step(eqn, span, here, used))
         return steps[::-1]
+
+    def _is_kept(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation is evaluated even if nobody needs its results."""
+        if not self.effects:
+            # A second evaluation makes references of its own, and has to write to them.
+            return _compat.uses_refs(eqn)
+        return any(self.marks or not isinstance(e, SowEffect) for e in eqn.effects)
 
 
 def _retagged(eqn: JaxprEqn, leaves: list[Any]) -> list[Any]:
@@ -212,3 +201,9 @@ class _Step(NamedTuple):
     entries: Sequence[Entry]
     actions: Actions
     live: tuple[bool, ...]
+
+
+def asks_for_loops(action: Reading | Edit | None) -> bool:
+    """Whether what is done at an entry may depend on the iteration."""
+    parts = action.parts if isinstance(action, Reading) else ()
+    return isinstance(action, Edit) or any(isinstance(part, Folded) for part in parts)

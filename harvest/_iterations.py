@@ -35,7 +35,18 @@ def _checked(index: Any) -> Any:
     return index
 
 
-def check_index(index: Any, length: int) -> None:
+def check_index(index: Any, length: int | None) -> None:
+    """Raise a `PlantError` for an index that does not fit into a loop (None: of any length)."""
+    if length is None:
+        bounds = (index.start, index.stop) if isinstance(index, slice) else (index,)
+        step = index.step if isinstance(index, slice) else None
+        from_the_end = any(isinstance(i, int) and i < 0 for i in (*bounds, step))
+        if from_the_end or (is_array(index) and index.dtype == bool):
+            raise PlantError(
+                f"got `at` with {index!r} in a `while_loop`, whose length is not known; wanted "
+                "indices from the start"
+            )
+        return
     if isinstance(index, int) and not -length <= index < length:
         raise PlantError(f"got `at` with index {index} for a loop of length {length}")
     if is_array(index) and index.dtype == bool and index.shape != (length,):
@@ -44,21 +55,30 @@ def check_index(index: Any, length: int) -> None:
         )
 
 
-def is_chosen(index: Any, i: Any, length: int) -> Any:
+def is_chosen(index: Any, i: Any, length: int | None) -> Any:
     """Whether iteration `i` of a loop of this length is among those of `index`."""
     if index is ...:
         return True
     if isinstance(index, slice):
-        start, stop, step = index.indices(length)
-        chosen = range(start, stop, step)
-        if not chosen:
-            return False
-        low, high = min(chosen), max(chosen)
-        return (i >= low) & (i <= high) & ((i - low) % abs(step) == 0)
+        return _is_in_slice(index, i, length)
     if isinstance(index, int):
-        return i == index % length
+        return i == (index if length is None else index % length)
     index = jnp.asarray(index)
     if index.dtype == bool:
         return index if index.ndim == 0 else index[i]  # a scalar if `each` has sliced it
     index = index.astype(jnp.result_type(i))  # the narrower one could overflow
-    return jnp.any(jnp.where(index < 0, index + length, index) == i)
+    if length is not None:
+        index = jnp.where(index < 0, index + length, index)
+    return jnp.any(index == i)
+
+
+def _is_in_slice(index: slice, i: Any, length: int | None) -> Any:
+    if length is None:
+        start, step = index.start or 0, index.step or 1
+        before = True if index.stop is None else i < index.stop
+        return (i >= start) & before & ((i - start) % step == 0)
+    chosen = range(*index.indices(length))
+    if not chosen:
+        return False
+    low, high = min(chosen), max(chosen)
+    return (i >= low) & (i <= high) & ((i - low) % abs(chosen.step) == 0)

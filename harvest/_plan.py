@@ -3,17 +3,18 @@
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from . import _types
 from ._edit_nodes import Edit, Replace
 from ._edits import as_edit
-from ._entry import Entry
+from ._entry import BATCHED_WHILE, PREDICATE, CondSum, Entry
 from ._errors import DuplicateSiteError, PlantError, SelectError, UnsupportedError
 from ._fit import Mode, prepared
-from ._interpreter import Action, Actions
+from ._interpreter import Actions
+from ._reading import READ, Folded, Reading, reading_of
 from ._select import Chosen, check_found, is_static, matches
 from ._site import Site, Sites, site_of
 
@@ -28,8 +29,7 @@ class Plan:
     """What is done at each entry of a program, and what to say about it."""
 
     actions: Actions
-    edits: tuple[Edit, ...] = ()  # for each entry to plant
-    reads: tuple[Entry, ...] = ()  # each entry to read
+    reads: tuple[tuple[Entry, Reading], ...] = ()  # each entry to read, and how
     warnings: tuple[str, ...] = ()
 
 
@@ -66,62 +66,148 @@ def resolve_keys(entries: Sequence[Entry], keys: Sequence[Any]) -> Iterator[Any]
         yield key
 
 
-def plan_reads(entries: Sequence[Entry], select: Any, mode: Mode, what: str) -> Plan:
-    """Read the selected sites."""
-    actions: list[Action | None] = [None] * len(entries)
+def plan_reads(
+    entries: Sequence[Entry], pairs: Sequence[tuple[Any, Any]], mode: Mode, what: str
+) -> Plan:
+    """Read the sites that `(select, reducer)` pairs choose; the first that does."""
+    actions: list[Reading | None] = [None] * len(entries)
     reads = []
     rows = list(numbered(entries, readable=True))
     keys = {site.key: site.source for _, _, site in rows}
-    check_found(select, keys, what)
+    for select, _ in pairs:
+        check_found(select, keys, what)
     for position, entry, site in rows:
-        if matches(select, site, keys):
+        reducer = next((r for select, r in pairs if matches(select, site, keys)), UNSELECTED)
+        if reducer is not UNSELECTED:
             _check_open(entry, what)
-            actions[position] = Action.READ
-            reads.append(entry)
+            reading = reading_of(reducer, entry)
+            _check_stackable(reading, entry, what)
+            actions[position] = reading
+            reads.append((entry, reading))
+    chosen = [entry for entry, _ in reads]
     if mode == "strict":
-        _check_unique(reads, what)
-    return Plan(tuple(actions), reads=tuple(reads), warnings=tuple(_phantoms(reads, what)))
+        _check_unique(chosen, what)
+    return Plan(tuple(actions), tuple(reads), tuple(_phantoms(chosen, what)))
 
 
-def plan_plants(entries: Sequence[Entry], plants: Sequence[tuple[Any, Any]], mode: Mode) -> Plan:
+UNSELECTED = object()
+
+
+def plan_plants(
+    entries: Sequence[Entry],
+    plants: Sequence[tuple[Any, Any]],
+    mode: Mode,
+    what: str = "plant",
+    argument: str = "plants",
+) -> Plan:
     """Plant `(select, value or edit)` pairs."""
     sown = list(numbered(entries, readable=True))
     rows = list(numbered(entries, readable=False))
     keys = {site.key: site.source for _, _, site in rows}
     chosen: dict[int, tuple[Any, Edit | None]] = {}
     for select, plant in plants:
-        _check_plantable(select, rows, sown)
-        check_found(select, keys, "plants")
+        _check_plantable(select, rows, sown, what)
+        check_found(select, keys, argument)
         if not _is_edit(plant) and not (isinstance(select, str) and select in keys):
             raise PlantError(
-                f"`plants` got a value for {select!r}; wanted an edit or a callable, since only "
-                "a key stands for a single site"
+                f"`{argument}` got a value for {select!r}; wanted an edit or a callable, since "
+                "only a key stands for a single site"
             )
         mine = [row for row in rows if matches(select, row[2], keys)]
         if _is_value(plant, mine):
             plant = Replace(plant)
         for position, entry, _ in mine:
-            _check_open(entry, "plant")
+            _check_open(entry, what)
             if position in chosen:
                 raise PlantError(
-                    f"`plants`: both {chosen[position][0]!r} and {select!r} reach "
+                    f"`{argument}`: both {chosen[position][0]!r} and {select!r} reach "
                     f"{entry.describe()}; put them into one edit with `harvest.chain`"
                 )
         edits = _edits(plant, mine, _occurrences(mine, rows, sown), mode)
         for (position, _, _), edit in zip(mine, edits, strict=True):
             chosen[position] = (select, edit)
     planted = [(p, edit) for p, (_, edit) in sorted(chosen.items()) if edit is not None]
-    actions: list[Action | None] = [None] * len(entries)
-    for position, _ in planted:
-        actions[position] = Action.PLANT
+    actions: list[Edit | None] = [None] * len(entries)
+    for position, edit in planted:
+        actions[position] = edit
     return Plan(
         tuple(actions),
-        edits=tuple(edit for _, edit in planted),
         warnings=tuple(_fruitless([entries[p] for p, _ in planted])),
     )
 
 
-def _check_plantable(select: Any, rows: Sequence["Row"], sown: Sequence["Row"]) -> None:
+class Probed(NamedTuple):
+    position: int
+    entry: Entry
+    reducer: Any
+
+
+class ProbePlan(NamedTuple):
+    """Where tangents enter, and what is read beside: which branch of a `cond` ran."""
+
+    actions: Actions
+    probed: list[Probed]
+    warnings: tuple[str, ...]
+
+
+def plan_probes(
+    entries: Sequence[Entry], pairs: Sequence[tuple[Any, Any]], mode: Mode, what: str
+) -> ProbePlan:
+    """Differentiate with respect to the sites that `(select, reducer)` pairs choose."""
+    sown = list(numbered(entries, readable=True))
+    rows = list(numbered(entries, readable=False))
+    keys = {site.key: site.source for _, _, site in rows}
+    for select, _ in pairs:
+        _check_plantable(select, rows, sown, what)
+        check_found(select, keys, what)
+    mine, probed = [], []
+    for position, entry, site in rows:
+        reducer = next((r for select, r in pairs if matches(select, site, keys)), UNSELECTED)
+        if reducer is not UNSELECTED:
+            _check_open(entry, what)
+            _check_differentiable(entry, what)
+            mine.append((position, entry, site))
+            probed.append(Probed(position, entry, reducer))
+    occurrences = _occurrences(mine, rows, sown)
+    if mode == "strict":
+        _check_unique(occurrences, what)
+    if len(mine) != len(occurrences):
+        raise UnsupportedError(
+            f"`{what}`: sites inside a backward pass through `jax.checkpoint` are evaluated twice, "
+            f"so that they have no gradient of their own; take `{what}` of the function itself"
+        )
+    actions: list[Reading | None] = [None] * len(entries)
+    chosen = {(site.key, site.occurrence) for _, entry, site in mine if is_sum(entry)}
+    for position, _, site in sown:
+        if (site.key, site.occurrence) in chosen:
+            actions[position] = READ
+    found = [row.entry for row in probed]
+    warnings = (*_phantoms(found, what), *_fruitless(found, "pushing through"))
+    return ProbePlan(tuple(actions), probed, warnings)
+
+
+def is_sum(entry: Entry) -> bool:
+    """Whether what is read at an entry is, or holds, a `CondSum`."""
+    return isinstance(entry.type, CondSum)
+
+
+def _check_differentiable(entry: Entry, what: str) -> None:
+    for inner, loops in entry.innermost():
+        if None in loops:
+            raise UnsupportedError(
+                f"`{what}`: {entry.describe()} is inside a `while_loop`, which has no backward "
+                "pass; use `lax.scan` or a `fori_loop` with static bounds, or `harvest.jvp`"
+            )
+        if not all(hasattr(aval, "dtype") for aval in inner.marker.in_avals):
+            raise UnsupportedError(
+                f"`{what}`: {entry.describe()} is of a hi type, with respect to which harvest "
+                "cannot differentiate; sow its components"
+            )
+
+
+def _check_plantable(
+    select: Any, rows: Sequence["Row"], sown: Sequence["Row"], what: str = "plant"
+) -> None:
     """Raise if of what `select` chooses anything, or any occurrence, cannot be replaced."""
     there = {site.key: site.source for _, _, site in sown}
     tags = collections.Counter(site.key for _, _, site in rows)
@@ -129,10 +215,10 @@ def _check_plantable(select: Any, rows: Sequence["Row"], sown: Sequence["Row"]) 
     for _, _, site in sown:
         if marks[site.key] > tags[site.key] and matches(select, site, there):
             raise UnsupportedError(
-                f"`plant`: {site.key!r} (sown at {site.source}) can be collected but not replaced: "
-                "it was traced before `plant` saw it (it is in a jaxpr, in what `jax.vjp` or "
+                f"`{what}`: {site.key!r} (sown at {site.source}) can be collected but not changed: "
+                f"it was traced before `{what}` saw it (it is in a jaxpr, in what `jax.vjp` or "
                 "`jax.linearize` returned, or in a derivative rule that JAX keeps from an earlier "
-                "call until `jax.clear_caches()`); plant in what it was made from"
+                "call until `jax.clear_caches()`); use what it was made from"
             )
 
 
@@ -207,12 +293,28 @@ def _check_open(entry: Entry, what: str) -> None:
     if entry.blocked is None:
         return
     hint = {
-        "while": "a loop of dynamic length has no stack of values; use `lax.scan` or a "
-        "`fori_loop` with static bounds",
-    }.get(entry.blocked, "sow its inputs or outputs instead, or leave the site out by `select`")
-    raise UnsupportedError(
-        f"`{what}`: {entry.describe()} is inside `{entry.blocked}`, which cannot be opened: {hint}"
+        PREDICATE: "sow it in the body of the loop",
+        BATCHED_WHILE: "which lanes run cannot be told apart from the other axes of its value; put "
+        f"`{what}` inside: `jax.vmap({what}(f))`",
+    }.get(
+        entry.blocked,
+        "which cannot be opened: sow its inputs or outputs instead, or leave the site out by "
+        "`select`",
     )
+    inside = entry.blocked if " " in entry.blocked else f"`{entry.blocked}`"
+    raise UnsupportedError(f"`{what}`: {entry.describe()} is inside {inside}, {hint}")
+
+
+def _check_stackable(reading: Reading, entry: Entry, what: str) -> None:
+    dynamic = any(None in loops for _, loops in entry.innermost())
+    if dynamic and not all(isinstance(part, Folded) for part in reading.parts):
+        raise UnsupportedError(
+            f"`{what}`: {entry.describe()} is inside a `while_loop`, whose trip count is not "
+            "known, so that its values have no stack: combine them by a fold, as in "
+            f"`{what}(f, {{{entry.key!r}: harvest.folds.last()}})`; there are `at`, `count`, "
+            "`histogram`, `last`, `maximum`, `mean`, `moments`, `stack`, `top_k` and your own "
+            "`harvest.Fold`"
+        )
 
 
 def _check_unique(entries: Sequence[Entry], what: str) -> None:
@@ -241,8 +343,8 @@ def _phantoms(entries: Sequence[Entry], what: str) -> Iterator[str]:
         )
 
 
-def _fruitless(entries: Sequence[Entry]) -> Iterator[str]:
-    """Warnings about keys whose planted values nothing uses."""
+def _fruitless(entries: Sequence[Entry], doing: str = "planting") -> Iterator[str]:
+    """Warnings about keys whose values nothing uses."""
     by_key: dict[str, list[Entry]] = {}
     for entry in entries:
         by_key.setdefault(entry.key, []).append(entry)
@@ -250,6 +352,6 @@ def _fruitless(entries: Sequence[Entry]) -> Iterator[str]:
         if not any(entry.feeds for entry in group):
             name = group[0].marker.label.name
             yield (
-                f"planting {key!r} changes nothing: the result of the `sow` at "
+                f"{doing} {key!r} changes nothing: the result of the `sow` at "
                 f"{group[0].source} is not used; write `h = sow(h, name={name!r})`"
             )

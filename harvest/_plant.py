@@ -159,7 +159,6 @@ class Plant(Transformed):
             program.jaxpr,
             program.leaves,
             plan.actions,
-            plan.edits,
             (),
             (True,) * len(program.jaxpr.outvars),
         )

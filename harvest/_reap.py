@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import jax
 
 from . import _compat
-from ._entry import CondSum, Entry
 from ._interpreter import Replay
 from ._plan import Mode, Plan, check_mode, plan_reads, resolve, sites_of
-from ._select import check_select, is_static
+from ._select import is_static, pairs_of
 from ._site import Sites
 from ._stage import Program, Transformed, trace_afresh, trace_cached
 from ._structure import is_traced
@@ -46,7 +45,11 @@ def reap(
         and types of its arguments. Arrays and, among arguments, Python floats are traced;
         everything else is static, and must be hashable.
     - `select`: which sites: `None` (all), a key or a glob (`*` and `?` stop at `/`, `**` crosses
-        it), a predicate that takes a [`harvest.Site`][], or a sequence of these.
+        it), a predicate that takes a [`harvest.Site`][], or a sequence of these. Or a mapping from
+        these to reducers, of which the first that matches counts: `None` (the value as it is), a
+        function of the value, a fold over loop iterations ([`harvest.Fold`][]), or a tuple of
+        these, for a tuple of results. A reducer runs at the site, inside the loops and for one
+        example of a batch, so that the whole values are never kept.
     - `mode`: in `"strict"`, each key stands for one site. In `"append"`, values are tuples of all
         occurrences in call order.
 
@@ -146,13 +149,14 @@ class _Read(NamedTuple):
 class _Reading(Transformed):
     """What `reap` and `capture` have in common."""
 
+    _dynamic = ("fn", "reducers")
     _static = ("select", "mode")
     _what: str
 
     def __init__(self, fn: Callable[..., Any], select: Any, mode: Mode):
         super().__init__(fn, self._what)
         check_mode(mode)
-        self.select = check_select(select)
+        self.select, self.reducers = pairs_of(select)
         self.mode: Mode = mode
 
     def _resolved(self, args, kwargs, trace):
@@ -160,20 +164,22 @@ class _Reading(Transformed):
             return self
         program = trace(self._what, self.fn, args, kwargs)
         entries = program.walk.entries(program.jaxpr)
-        return type(self)(self.fn, resolve(self.select, entries, True, self._what), self.mode)
+        select = tuple(resolve(s, entries, True, self._what) for s in self.select)
+        return self._with(select=select)
 
     def _read(self, args, kwargs, trace, live: bool) -> "_Read":
         program = trace(self._what, self.fn, args, kwargs)
-        plan = plan_reads(program.walk.entries(program.jaxpr), self.select, self.mode, self._what)
-        outs, reads = Replay(program.walk).run(
+        pairs = list(zip(self.select, self.reducers, strict=True))
+        plan = plan_reads(program.walk.entries(program.jaxpr), pairs, self.mode, self._what)
+        # What others may collect is kept for them.
+        outs, reads = Replay(program.walk, marks=_compat.WATCHED.value).run(
             program.jaxpr,
             program.leaves,
             plan.actions,
             (),
-            (),
             (live,) * len(program.jaxpr.outvars),
         )
-        return _Read(program, outs, _collected(plan, reads, self.mode), plan.warnings)
+        return _Read(program, outs, collected(plan, reads, self.mode), plan.warnings)
 
 
 class Reap(_Reading):
@@ -213,25 +219,11 @@ def _is_typed(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) or is_traced(leaf)
 
 
-def _collected(plan: Plan, reads: Sequence[Any], mode: Mode) -> list[tuple[str, Any]]:
+def collected(plan: Plan, reads: Sequence[Any], mode: Mode) -> list[tuple[str, Any]]:
     """Pairs of key and value, in call order."""
     collected: dict[str, list[Any]] = {}
-    for entry, read in zip(plan.reads, reads, strict=True):
-        collected.setdefault(entry.key, []).append(_assembled(entry, read))
+    for (entry, reading), read in zip(plan.reads, reads, strict=True):
+        collected.setdefault(entry.key, []).append(reading.result(entry, read))
     if mode == "strict":
         return [(key, value) for key, (value,) in collected.items()]
     return [(key, tuple(values)) for key, values in collected.items()]
-
-
-def _assembled(entry: Entry, read: Any) -> Any:
-    """The value of a site, from the leaves that were read."""
-    if entry.branches is None:
-        return entry.marker.label.structure.unflatten(read)
-    if not entry.summed:
-        (first, *_) = filter(None, entry.branches)
-        return _assembled(first, read)
-    branches = tuple(
-        None if branch is None else _assembled(branch, part)
-        for branch, part in zip(entry.branches, read.branches, strict=True)
-    )
-    return CondSum(read.index, branches)

@@ -54,8 +54,8 @@ class Rule(Protocol):
         """Evaluate the equation; returns its outputs and what was read in it.
 
         `inside.run(jaxpr, args)` evaluates a jaxpr and returns its outputs, and one item for each
-        entry to read. `inside.plants` has an edit for each entry to plant. An output that is not
-        live (`inside.live`) may be None.
+        entry to read. `inside.actions` says what is done at each entry. An output that is not live
+        (`inside.live`) may be None.
         """
         ...
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ._errors import SelectError, UnknownSiteError, nearest
+from ._reading import check_reducer
 from ._site import Site
 
 Select = None | str | Callable[[Site], bool] | Sequence["Select"]
@@ -27,8 +28,17 @@ def check_select(select: Any, what: str = "select") -> Any:
         return tuple(check_select(s, what) for s in select)
     raise SelectError(
         f"`{what}` got {select!r} of type `{type(select).__name__}`; wanted None (all sites), a "
-        "key or a glob, a predicate that takes a `Site`, or a sequence of these"
+        "key or a glob, a predicate that takes a `Site`, a sequence of these, or a mapping from "
+        "these to reducers"
     )
+
+
+def pairs_of(select: Any, what: str = "select") -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What is selected, and the reducer for each: from a mapping, or for a single select."""
+    if isinstance(select, Mapping):
+        keys = tuple(check_select(key, what) for key in select)
+        return keys, tuple(map(check_reducer, select.values()))
+    return (check_select(select, what),), (None,)
 
 
 def is_static(select: Any) -> bool:

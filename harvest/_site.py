@@ -3,12 +3,13 @@
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
 
 from . import _types
+from ._batching import batch_sizes
 from ._entry import Entry
 from ._errors import UnknownSiteError, nearest
 
@@ -30,11 +31,11 @@ class Axis(NamedTuple):
     **Arguments:**
 
     - `kind`: `"loop"`, `"batch"` (of a `vmap`) or `"mesh"` (of a `shard_map`).
-    - `size`: its length.
+    - `size`: its length; None for a `while_loop`, whose length is not known.
     """
 
     kind: Literal["loop", "batch", "mesh"]
-    size: int
+    size: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Site:
         loops outermost first, then those of batches.
     - `branch`: the branches of the innermost `cond` around it that have it; `None` outside.
     - `source`: the file and line of the `sow`.
-    - `nbytes`: the size of the collected value, in bytes.
+    - `nbytes`: the size of the collected value, in bytes; in a `while_loop`, of one iteration.
     """
 
     key: str
@@ -81,7 +82,7 @@ class Site:
     @property
     def spec(self) -> str:
         """The type of the collected value, as `f32[12,128]`."""
-        sizes = tuple(axis.size for axis in self.axes)
+        sizes = tuple(axis.size for axis in self.axes if axis.size is not None)
         leaves = jax.tree.leaves(self.aval)
         return " ".join(
             _types.short(jax.ShapeDtypeStruct((*sizes, *leaf.shape), leaf.dtype))
@@ -107,7 +108,7 @@ def site_of(entry: Entry, occurrence: int) -> Site:
         aval=label.structure.unflatten(avals),
         axes=(
             *(Axis("loop", length) for length in entry.loops),
-            *(Axis("batch", size) for size in _batch_sizes(entry)),
+            *(Axis("batch", size) for size in _batch(entry)),
         ),
         branch=_branch(entry),
         source=entry.source,
@@ -115,13 +116,9 @@ def site_of(entry: Entry, occurrence: int) -> Site:
     )
 
 
-def _batch_sizes(entry: Entry) -> Iterator[int]:
-    """Of each `vmap` that batched any leaf, the size."""
-    for level in zip(*entry.marker.positions, strict=True):
-        for aval, axis in zip(entry.marker.in_avals, level, strict=True):
-            if isinstance(axis, int):
-                yield aval.shape[axis]
-                break
+def _batch(entry: Entry) -> tuple[int, ...]:
+    marker = entry.marker
+    return (*entry.lanes, *batch_sizes(marker.in_avals, marker.positions))
 
 
 def _branch(entry: Entry) -> tuple[int, ...] | None:
@@ -198,7 +195,7 @@ class Sites(Sequence[Site]):
 
 
 def _row(site: Site) -> tuple[str, ...]:
-    axes = " ".join(f"{axis.kind}:{axis.size}" for axis in site.axes)
+    axes = " ".join(f"{axis.kind}:{'?' if axis.size is None else axis.size}" for axis in site.axes)
     if site.branch is not None:
         axes = f"{axes} branch:{','.join(map(str, site.branch))}".strip()
     source = os.path.relpath(site.source) if os.path.isabs(site.source) else site.source

@@ -25,12 +25,18 @@ from . import _compat
 from ._cache import Cache, count_identities, name_of
 from ._errors import HarvestError, UnsupportedError, warn
 from ._rule import ON_NEW_RULE
-from ._structure import Bound, Structure, is_held, is_traced
+from ._structure import Bound, Packed, Structure, is_held, is_traced
 from ._walk import Walk
 
 _traces = Cache()  # jitted functions, for their traces
 _programs = Cache()  # jitted evaluations of transformed functions
 ON_NEW_RULE.extend((_traces.clear, _programs.clear))
+
+
+class Place(NamedTuple):
+    """Where a leaf is among the arguments of a program."""
+
+    position: int
 
 
 class Program(NamedTuple):
@@ -40,42 +46,30 @@ class Program(NamedTuple):
     leaves: list[Any]  # its arguments
     out: Any  # tree of its results
     walk: Walk
+    structure: Structure  # of `(fn, args, kwargs)`
 
     def result(self, outs: list[Any]) -> Any:
         """The function's result, from the outputs of the jaxpr."""
         outs = list(map(_compat.as_array, outs, self.jaxpr.out_avals))
         return jax.tree.unflatten(self.out, outs).unflatten()
 
+    def places(self, argument: int) -> Any:
+        """A tree like an argument, with a `Place` for each of its dynamic leaves."""
+        _, args, _ = self.structure.unflatten(map(Place, range(len(self.leaves))))
+        return args[argument]
 
-@jax.tree_util.register_pytree_node_class
-class _Packed:
-    """A pytree that can leave a `jit`: static leaves travel in its treedef."""
 
-    def __init__(self, leaves: list[Any], structure: Structure):
-        self.leaves, self.structure = leaves, structure
-
-    @classmethod
-    def pack(cls, value: Any) -> "_Packed":
-        leaves, structure = Structure.flatten(value, is_held)
-        for static in structure.statics:
-            if _compat.holds_tracer(static):
-                raise UnsupportedError(
-                    f"a result or a sown value has a leaf `{name_of(static)}` that holds what is "
-                    "being traced, and that JAX cannot look into; return the values themselves, or "
-                    "in a pytree such as a `jax.tree_util.Partial` or an Equinox module"
-                )
-        return cls(leaves, structure)
-
-    def unflatten(self) -> Any:
-        return self.structure.unflatten(self.leaves)
-
-    def tree_flatten(self):
-        return (self.leaves,), self.structure
-
-    @classmethod
-    def tree_unflatten(cls, structure, children):
-        (leaves,) = children
-        return cls(leaves, structure)
+def pack(value: Any) -> Packed:
+    """What leaves a traced function."""
+    packed = Packed.pack(value, is_held)
+    for static in packed.structure.statics:
+        if _compat.holds_tracer(static):
+            raise UnsupportedError(
+                f"a result or a sown value has a leaf `{name_of(static)}` that holds what is "
+                "being traced, and that JAX cannot look into; return the values themselves, or "
+                "in a pytree such as a `jax.tree_util.Partial` or an Equinox module"
+            )
+    return packed
 
 
 class Transformed:
@@ -108,6 +102,12 @@ class Transformed:
     def __repr__(self) -> str:
         return f"<harvest.{type(self).__name__.lower()} of {name_of(self.fn)}>"
 
+    def _with(self, **attributes: Any) -> "Transformed":
+        changed = copy.copy(self)
+        for name, value in attributes.items():
+            setattr(changed, name, value)
+        return changed
+
     def _options(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self._static)
 
@@ -138,8 +138,7 @@ class Transformed:
         """`_resolved`, for the transforms that this one transforms as well."""
         resolved = self
         if isinstance(self.fn, Transformed):
-            resolved = copy.copy(self)
-            resolved.fn = self.fn._all_resolved(args, kwargs, trace)
+            resolved = self._with(fn=self.fn._all_resolved(args, kwargs, trace))
         return resolved._resolved(args, kwargs, trace)
 
     def _resolved(self, args: Any, kwargs: Any, trace: Callable) -> "Transformed":
@@ -207,9 +206,9 @@ def trace_afresh(
     """Trace without a cache: closures may hold tracers of the ambient transform."""
     planting = planting or _compat.PLANTING.value  # an outer `plant` is tracing as well
     leaves, structure = _flattened(fn, args, kwargs, is_dynamic)
-    with _compat.PLANTING(planting), jax.disable_jit(False):
+    with _compat.WATCHED(True), _compat.PLANTING(planting), jax.disable_jit(False):
         jaxpr, out = jax.make_jaxpr(_flat(name, structure), return_shape=True)(*leaves)
-    return Program(jaxpr, leaves, jax.tree.structure(out), Walk())
+    return Program(jaxpr, leaves, jax.tree.structure(out), Walk(), structure)
 
 
 def trace_cached(
@@ -224,10 +223,11 @@ def trace_cached(
     """Trace at most once for each structure and types of the arguments."""
     leaves, structure = _flattened(fn, args, kwargs, is_dynamic)
     entry = _traces.get(structure, lambda pending: _flat(name, pending))
-    with entry.pending(structure), _compat.PLANTING(planting), jax.disable_jit(False):
+    watched, plants = _compat.WATCHED(True), _compat.PLANTING(planting)
+    with entry.pending(structure), watched, plants, jax.disable_jit(False):
         traced = entry.jitted.trace(*leaves)
     walk = entry.walks.setdefault(traced.jaxpr, Walk())
-    return Program(traced.jaxpr, leaves, jax.tree.structure(traced.out_info), walk)
+    return Program(traced.jaxpr, leaves, jax.tree.structure(traced.out_info), walk, structure)
 
 
 def _flattened(
@@ -241,14 +241,14 @@ def _flattened(
     return Structure.split(leaves, treedef, dynamic)
 
 
-def _flat(name: str, structure: "Structure | Callable[[], Structure]") -> Callable[..., _Packed]:
+def _flat(name: str, structure: "Structure | Callable[[], Structure]") -> Callable[..., Packed]:
     """A function of the dynamic leaves of `(fn, args, kwargs)`."""
 
-    def flat(*leaves: Any) -> _Packed:
+    def flat(*leaves: Any) -> Packed:
         now = structure() if callable(structure) else structure
         fn, args, kwargs = now.unflatten(leaves)
         try:
-            return _Packed.pack(fn(*args, **kwargs))
+            return pack(fn(*args, **kwargs))
         except Exception as error:
             if not isinstance(error, HarvestError):
                 error.add_note(f"harvest: raised while `{name}` traced `{name_of(fn)}`")
@@ -270,9 +270,9 @@ def _run_staged(transformed: Transformed, args: Any, kwargs: Any) -> tuple[Any, 
     return packed.unflatten()
 
 
-def _program(pending: Callable[[], Structure]) -> Callable[..., _Packed]:
-    def run(*leaves: Any) -> _Packed:
+def _program(pending: Callable[[], Structure]) -> Callable[..., Packed]:
+    def run(*leaves: Any) -> Packed:
         transformed, args, kwargs = pending().unflatten(leaves)
-        return _Packed.pack(transformed._inline(args, kwargs, trace_cached))
+        return pack(transformed._inline(args, kwargs, trace_cached))
 
     return run

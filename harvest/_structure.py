@@ -93,6 +93,32 @@ class Structure:
         return str(jax.tree.unflatten(self.treedef, self.statics))
 
 
+@jax.tree_util.register_pytree_node_class
+class Packed:
+    """A pytree as its dynamic leaves: its static leaves travel in its treedef.
+
+    So that it can leave a `jit`, or a loop.
+    """
+
+    def __init__(self, leaves: list[Any], structure: Structure):
+        self.leaves, self.structure = leaves, structure
+
+    @classmethod
+    def pack(cls, value: Any, is_dynamic: Callable[[Any], bool] = is_array) -> "Packed":
+        return cls(*Structure.flatten(value, is_dynamic))
+
+    def unflatten(self) -> Any:
+        return self.structure.unflatten(self.leaves)
+
+    def tree_flatten(self):
+        return (self.leaves,), self.structure
+
+    @classmethod
+    def tree_unflatten(cls, structure, children):
+        (leaves,) = children
+        return cls(leaves, structure)
+
+
 def _hash_of(part: Any) -> int | None:
     try:
         return hash(part)

@@ -10,8 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-# For each leaf the axis that each `vmap` added, outermost first (None if it stayed unbatched).
-Positions = Sequence[tuple[int | None, ...]]
+from ._batching import Positions
 
 
 def moved(aval: Any, positions: tuple[int | None, ...]) -> Any:

@@ -28,13 +28,13 @@ FENCE = re.compile(
 
 
 def public(module: types.ModuleType) -> Iterator[tuple[str, object]]:
-    """Each public name with its object; a public module's own names after it."""
+    """Each public name with its object; of a public module its own names."""
     for name in module.__all__:
         value = getattr(module, name)
-        if not name.startswith("__"):
+        if isinstance(value, types.ModuleType):
+            yield from public(value)
+        elif not name.startswith("__"):
             yield f"{module.__name__}.{name}", value
-            if isinstance(value, types.ModuleType) and hasattr(value, "__all__"):
-                yield from public(value)
 
 
 def docstrings() -> Iterator[tuple[str, str]]:

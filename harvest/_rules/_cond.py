@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax import lax
 from .. import _compat, _types
 from .._edit_nodes import in_branch
 from .._entry import CondSum, Entry
-from .._interpreter import Action
+from .._reading import Folded, Reading
 from .._rule import register_rule
 
 
@@ -36,9 +35,14 @@ class Cond:
 
         branches = [branch(number, jaxpr) for number, jaxpr in enumerate(params.branches)]
         outs, reads = _select(index, branches, operands, params.platforms)
+        read = [
+            (action, entry)
+            for action, entry in zip(inside.actions, inside.entries, strict=True)
+            if isinstance(action, Reading)
+        ]
         return outs, [
-            CondSum(index, tuple(cast(list, value))) if entry.summed else value
-            for entry, value in zip(_read(inside), reads, strict=True)
+            [_result(part, entry, index, v) for part, v in zip(action.parts, values, strict=True)]
+            for (action, entry), values in zip(read, reads, strict=True)
         ]
 
 
@@ -76,41 +80,38 @@ def _same_type(a: Entry, b: Entry) -> bool:
     return same_structure and a.loops == b.loops and _types.same_types(a.type, b.type)
 
 
-def _read(inside) -> list[Entry]:
-    return [e for e, a in zip(inside.entries, inside.actions, strict=True) if a is Action.READ]
-
-
 def _run_branch(number, jaxpr, operands, rows, inside):
     """Evaluate one branch with its part of the plan; what it reads, in the order of the rows."""
-    edits = iter(inside.plants)
-    actions, plants = {}, {}
-    for row, action in zip(rows, inside.actions, strict=True):
-        edit = next(edits) if action is Action.PLANT else None
-        if (position := row[number]) is not None:
-            actions[position], plants[position] = action, edit
-    positions = range(len(actions))
-    outs, reads = inside.run(
-        jaxpr,
-        operands,
-        actions=tuple(actions[p] for p in positions),
-        plants=[in_branch(plants[p], number) for p in positions if plants[p] is not None],
-    )
-    reads = dict(zip((p for p in positions if actions[p] is Action.READ), reads, strict=True))
-    rows = [row for row, action in zip(rows, inside.actions, strict=True) if action is Action.READ]
+    here = {row[number]: action for row, action in zip(rows, inside.actions, strict=True)}
+    actions = [here[position] for position in range(len(here) - (None in here))]
+    outs, reads = inside.run(jaxpr, operands, actions=in_branch(actions, number), live=inside.live)
+    positions = [p for p, action in enumerate(actions) if isinstance(action, Reading)]
+    read = dict(zip(positions, reads, strict=True))
     return outs, [
-        _filled(entry, number, reads.get(row[number]))
-        for entry, row in zip(_read(inside), rows, strict=True)
+        [
+            _filled(part, entry, number, read[row[number]][i] if row[number] in read else None)
+            for i, part in enumerate(action.parts)
+        ]
+        for entry, row, action in zip(inside.entries, rows, inside.actions, strict=True)
+        if isinstance(action, Reading)
     ]
 
 
-def _filled(entry, number, value):
+def _filled(part, entry, number, value):
     """What one branch returns for a site: its own value, and zeros for the other branches."""
+    if isinstance(part, Folded):
+        return part.slot if value is None else value
     if not entry.summed:
         return value
     return [
-        value if k == number else other and jax.tree.map(_compat.zeros, other.type)
+        value if k == number else other and jax.tree.map(_compat.zeros, part.type_of(other))
         for k, other in enumerate(entry.branches)
     ]
+
+
+def _result(part, entry, index, value):
+    is_sum = entry.summed and not isinstance(part, Folded)
+    return CondSum(index, tuple(value)) if is_sum else value
 
 
 def _select(index, branches, operands, platforms):

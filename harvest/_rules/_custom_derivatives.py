@@ -6,15 +6,20 @@ is another function, of which the user's rule knows nothing: it is inlined.
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.hijax import HiPrim, Zero, instantiate_zeros
 
 from .. import _compat
+from .._edit_nodes import Edit, split_arrays
 from .._errors import UnsupportedError
-from .._interpreter import Action, Replay
+from .._interpreter import Replay
 from .._markers import SowEffect
+from .._probe import is_probe, with_tangent_of
+from .._reading import READ, Reading
 from .._rule import register_rule
 from .._walk import Walk
 
@@ -26,16 +31,28 @@ class _Custom:
     def rebuild(self, eqn, invals, inside):
         jaxpr = _compat.called_jaxpr(eqn)
         effectful = any(not isinstance(e, SowEffect) for e in eqn.effects)
-        if inside.plants or (effectful and not inside.replay.effects):
+        edits = [action for action in inside.actions if isinstance(action, Edit)]
+        if not all(map(is_probe, edits)) or (effectful and not inside.replay.effects):
             return inside.run(jaxpr, invals, live=inside.live)
 
+        # The arrays of reducers are inputs too: the rules must not close over them.
+        arrays, fixed = split_arrays(inside.actions)
+        leaves, treedef = jax.tree.flatten(arrays)
+
+        def split(args):
+            actions = eqx.combine(jax.tree.unflatten(treedef, args[len(invals) :]), fixed)
+            return args[: len(invals)], actions
+
         def original(*args):
-            return _compat.bind(eqn, args)
+            return _compat.bind(eqn, split(args)[0])
 
         def body(*args):
-            return tuple(inside.run(jaxpr, args))
+            args, actions = split(args)
+            outs, reads = inside.run(jaxpr, args, actions=actions)
+            return outs, (reads, outs if edits else ())
 
         def reads(*args):
+            args, actions = split(args)
             if any(map(_compat.is_ref, args)):
                 raise UnsupportedError(
                     "what is collected inside a function with a custom derivative rule may depend "
@@ -43,11 +60,18 @@ class _Custom:
                     "evaluated again to be differentiated; collect outside of `jax.grad`"
                 )
             # The side effects are those of the original.
+            alone = inside.without_effects()
             dead = (False,) * len(jaxpr.outvars)
-            return inside.without_effects().run(jaxpr, args, live=dead).reads
+            reads = alone.run(jaxpr, args, actions=actions, live=dead).reads
+            if not edits:
+                return reads, ()
+            # Tangents that enter at sites: of these the user's rule knows nothing.
+            return reads, alone.run(jaxpr, lax.stop_gradient(args), actions=actions).outs
 
         without = functools.partial(_without, _read_here(inside))
-        return self.with_derivatives(body, original, reads, without)(*invals)
+        fn = self.with_derivatives(body, original, reads, without)
+        outs, (read, entered) = fn(*invals, *leaves)
+        return list(map(with_tangent_of, outs, entered)) if edits else outs, read
 
     def with_derivatives(self, body, original, reads, without):
         """`body`, whose outputs differentiate as `original` and whose reads as `reads`.
@@ -173,7 +197,7 @@ def _read_here(inside):
     for entry, action in zip(inside.entries, inside.actions, strict=True):
         if entry.readable:
             sow = (entry.marker.label.name, entry.source)
-            (read if action is Action.READ else left).add(sow)
+            (read if isinstance(action, Reading) else left).add(sow)
     return frozenset(read - left)
 
 
@@ -184,11 +208,11 @@ def _without(sows, fn, *args):
     jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     walk = Walk()
     actions = tuple(
-        Action.READ if e.readable and (e.marker.label.name, e.source) in sows else None
+        READ if e.readable and (e.marker.label.name, e.source) in sows else None
         for e in walk.entries(jaxpr)
     )
     live = (True,) * len(jaxpr.outvars)
-    outs, _ = Replay(walk).run(jaxpr, jax.tree.leaves(args), actions, (), (), live)
+    outs, _ = Replay(walk).run(jaxpr, jax.tree.leaves(args), actions, (), live)
     return jax.tree.unflatten(jax.tree.structure(out), outs)
 
 

@@ -2,13 +2,12 @@
 
 from typing import Any, cast
 
-import equinox as eqx
 import jax
 
 from .. import _compat
-from .._edit_nodes import split_arrays
-from .._interpreter import Result
+from .._interpreter import Result, asks_for_loops
 from .._rule import register_rule
+from .._structure import Structure, is_array
 
 
 @register_rule("jit", "pjit")
@@ -21,29 +20,30 @@ class Jit:
         if _compat.checks_operations():
             return inside.run(params.jaxpr, invals, live=inside.live)
         # Calls of one jaxpr with one plan share one function, so that a layer that is called
-        # twelve times is traced and lowered once. Edits may differ from call to call.
+        # twelve times is traced and lowered once. What knows the loops around it is not shared.
+        arrays, actions = Structure.flatten(inside.actions, is_array)
+        shared = not any(map(asks_for_loops, inside.actions)) and not actions.unhashable
         key = (
             id(params.jaxpr),
             params.in_shardings,
             params.out_shardings,
             tuple(params.options.items()),
-            inside.actions,
+            actions,
             inside.live,
             inside.replay.effects,
         )
-        jitted = None if inside.plants else inside.replay.jits.get(key)
+        jitted = inside.replay.jits.get(key) if shared else None
         if jitted is None:
-            jitted = inside.replay.jits[key] = _jitted(params, inside)
+            jitted = _jitted(params, inside, actions)
+            if shared:
+                inside.replay.jits[key] = jitted
         # Donation is void: what is collected may be the donated buffer.
-        return jitted(invals, split_arrays(inside.plants)[0])
+        return jitted(invals, arrays)
 
 
-def _jitted(params, inside):
-    _, fixed = split_arrays(inside.plants)
-
+def _jitted(params, inside, actions):
     def body(args, arrays):
-        plants = eqx.combine(arrays, fixed)
-        return inside.run(params.jaxpr, args, plants=plants, live=inside.live)
+        return inside.run(params.jaxpr, args, actions=actions.unflatten(arrays), live=inside.live)
 
     body.__name__ = body.__qualname__ = params.name
     options = dict(params.options)

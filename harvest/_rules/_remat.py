@@ -16,12 +16,11 @@ class Remat:
 
     def rebuild(self, eqn, invals, inside):
         params = _compat.remat_params(eqn)
-
-        arrays, fixed = split_arrays(inside.plants)
+        arrays, fixed = split_arrays(inside.actions)
 
         def body(args, arrays):
-            plants = eqx.combine(arrays, fixed)
-            return inside.run(params.jaxpr, args, plants=plants)
+            actions = eqx.combine(arrays, fixed)
+            return inside.run(params.jaxpr, args, actions=actions, live=inside.live)
 
         if _compat.checks_operations():
             return body(invals, arrays)

@@ -1,11 +1,14 @@
 """`lax.scan`, and what JAX builds on it: `lax.map`, and a `fori_loop` with static bounds."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .. import _compat
 from .._edit_nodes import Loop, split_each
+from .._markers import SowEffect
+from .._reading import LoopSlots
 from .._rule import register_rule
 
 
@@ -19,20 +22,58 @@ class Scan:
         params = _compat.scan_params(eqn)
         first, last = params.num_consts, params.num_consts + params.num_carry
         consts, carry, xs = invals[:first], invals[first:last], invals[last:]
-        sliced, fixed = split_each(inside.plants)
-        # Only edits ask for the index; it counts forward also if the scan runs in reverse.
-        steps = jnp.arange(params.length) if inside.plants else None
+        loop = LoopSlots(inside.actions, len(inside.loops))
+        sliced, fixed = split_each(inside.actions)
+        states, slots = loop.states()
+        inputs = (xs, sliced, slots)
+        steps = _steps(params, loop, inside, inputs)
+        # Slices of the inputs of a shortened loop would be copies of them.
+        length = params.length if steps is None else len(steps)
+        is_short = length < params.length
+        live = (*(True,) * params.num_carry, *inside.live[params.num_carry :])
 
         def body(carry, x):
-            xs, sliced, step = x
-            plants = eqx.combine(sliced, fixed)
-            loops = (*inside.loops, Loop(step, params.length))
+            (carry, states), (step, rows) = carry, x
+            if is_short:
+                rows = jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, step, 0, False), inputs)
+            xs, sliced, slots = rows
             outs, reads = inside.run(
-                params.jaxpr, [*consts, *carry, *xs], plants=plants, loops=loops
+                params.jaxpr,
+                [*consts, *carry, *xs],
+                actions=loop.inside(eqx.combine(sliced, fixed), states, slots),
+                loops=(*inside.loops, Loop(step, params.length)),
+                live=live,
             )
-            return outs[: params.num_carry], (outs[params.num_carry :], reads)
+            states, reads = loop.split(reads)
+            return (outs[: params.num_carry], states), (outs[params.num_carry :], reads)
 
-        carry, (ys, reads) = lax.scan(
-            body, carry, (xs, sliced, steps), length=params.length, **params.options
+        (carry, states), (ys, reads) = lax.scan(
+            body,
+            (carry, states),
+            (steps, None if is_short else inputs),
+            length=length,
+            **params.options,
         )
-        return [*carry, *ys], reads
+        return [*carry, *ys], loop.merged(states, reads)
+
+
+def _steps(params, loop, inside, inputs):
+    """The iterations to run, if anything asks for them; they count forward also in reverse.
+
+    If nothing is wanted but sites in known iterations, the loop ends with the last of them.
+    """
+    if not inside.plants and not any(loop.states()):
+        return None
+    wanted = loop.wanted()
+    effects = any(not isinstance(e, SowEffect) for e in params.jaxpr.effects)
+    whole = effects and inside.replay.effects
+    if (
+        wanted is None
+        or whole
+        or any(inside.live)
+        or any(map(_compat.is_hi, jax.tree.leaves(inputs)))
+    ):
+        return jnp.arange(params.length)
+    if params.options["reverse"]:
+        return jnp.arange(min(wanted), params.length)
+    return jnp.arange(max(wanted) + 1)

@@ -1,12 +1,18 @@
 """`lax.while_loop`, and dynamic `fori_loop`.
 
-Its trip count is not known, so that the values of its iterations have no stack: a site inside
-cannot be collected. The rule only leaves out the effects inside, where a replay asks for that.
+Its trip count is not known, so that the values of its iterations have no stack: what is collected
+needs a fold. The predicate of a loop that `vmap` has batched is an array, which no public function
+can spell: such a loop runs while any lane does, and lanes that are done keep what they have.
 """
 
+import jax.numpy as jnp
 from jax import lax
 
 from .. import _compat
+from .._dependence import varying
+from .._edit_nodes import Loop
+from .._entry import PREDICATE
+from .._reading import LoopSlots
 from .._rule import register_rule
 
 
@@ -14,23 +20,54 @@ from .._rule import register_rule
 class While:
     def entries(self, eqn, walk):
         params = _compat.while_params(eqn)
-        inside = [*walk.entries(params.cond_jaxpr), *walk.entries(params.body_jaxpr)]
-        return [entry.block("while") for entry in inside]
+        predicate = walk.entries(params.cond_jaxpr)
+        body = walk.entries(params.body_jaxpr)
+        if params.lanes:
+            count = len(params.body_jaxpr.invars)
+            carried = [i >= params.body_consts for i in range(count)]
+            spans = zip(
+                walk.spans(params.body_jaxpr), varying(params.body_jaxpr, carried)[1], strict=True
+            )
+            body = [e.in_lanes(params.lanes, varies) for span, varies in spans for e in span]
+        return [*(e.block(PREDICATE) for e in predicate), *(e.looped(None) for e in body)]
 
     def rebuild(self, eqn, invals, inside):
         params = _compat.while_params(eqn)
-        if params.batched:
-            return inside.replay.bind(eqn, invals), []
         first, last = params.cond_consts, params.cond_consts + params.body_consts
         cond_consts, body_consts, carry = invals[:first], invals[first:last], invals[last:]
+        of_predicate = len(inside.replay.walk.entries(params.cond_jaxpr))
+        alone, actions = inside.actions[:of_predicate], inside.actions[of_predicate:]
+        loop = LoopSlots(actions, len(inside.loops))
+        states, _ = loop.states()
+        # Only edits and folds ask for the number of the iteration.
+        step = jnp.asarray(0) if any(a is not None for a in actions) else None
 
-        def run(jaxpr, consts, carry):
-            nothing = (None,) * len(inside.replay.walk.entries(jaxpr))
-            return inside.run(jaxpr, [*consts, *carry], actions=nothing).outs
+        def predicate(state):
+            carry, _, _ = state
+            return inside.run(params.cond_jaxpr, [*cond_consts, *carry], actions=alone).outs[0]
 
-        carry = lax.while_loop(
-            lambda carry: run(params.cond_jaxpr, cond_consts, carry)[0],
-            lambda carry: run(params.body_jaxpr, body_consts, carry),
-            carry,
-        )
-        return carry, []
+        def body(state):
+            carry, states, step = state
+            outs, reads = inside.run(
+                params.body_jaxpr,
+                [*body_consts, *carry],
+                actions=loop.inside(actions, states, ()),
+                loops=(*inside.loops, Loop(step, None)),
+            )
+            new, _ = loop.split(reads)
+            if params.lanes:
+                runs = predicate(state)
+                outs = [_in_lanes(runs, o, c) for o, c in zip(outs, carry, strict=True)]
+                new = loop.masked(runs, new, states)
+            return outs, new, step if step is None else step + 1
+
+        def runs(state):
+            return jnp.any(predicate(state)) if params.lanes else predicate(state)
+
+        carry, states, _ = lax.while_loop(runs, body, (carry, states, step))
+        return carry, loop.merged(states, ())
+
+
+def _in_lanes(runs, new, old):
+    mask = jnp.expand_dims(runs, tuple(range(runs.ndim, jnp.ndim(new))))
+    return jnp.where(mask, new, old)

@@ -24,17 +24,8 @@ def inside(x):
 LINE = f"test_unsupported.py:{inside.__code__.co_firstlineno + 1}"
 
 
-def in_while_body(x):
-    return lax.while_loop(lambda x: jnp.sum(x) < 100, lambda x: inside(2 * x), x)
-
-
 def in_while_condition(x):
     return lax.while_loop(lambda x: jnp.sum(inside(x)) < 100, lambda x: 2 * x, x)
-
-
-def in_dynamic_fori_loop(x):
-    trips = jnp.sum(x).astype(int)
-    return lax.fori_loop(0, trips, lambda i, x: inside(2 * x), x)
 
 
 def in_pallas_call(x):
@@ -94,9 +85,7 @@ def in_optimized_fwd_rule(x):
 
 
 PROGRAMS = {
-    in_while_body: "while",
     in_while_condition: "while",
-    in_dynamic_fori_loop: "while",
     in_pallas_call: "pallas_call",
     in_custom_linear_solve: "custom_linear_solve",
     in_shard_map: "shard_map",
@@ -133,15 +122,15 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("f", PROGRAMS)
 def test_a_wanted_site_is_an_error_that_names_it(f, transform):
-    message = rf"'inside' \(sown at .*{re.escape(LINE)}\) is inside `{PROGRAMS[f]}`"
+    message = rf"'inside' \(sown at .*{re.escape(LINE)}\) is inside .*`{PROGRAMS[f]}"
     with pytest.raises(UnsupportedError, match=message):
         TRANSFORMS[transform](functools.partial(whole, f))(X)
 
 
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("f", [in_while_body, in_pallas_call, in_shard_map])
+@pytest.mark.parametrize("f", [in_while_condition, in_pallas_call, in_shard_map])
 def test_it_is_found_in_other_structures(f, around):
-    message = rf"'inside' \(sown at .*{re.escape(LINE)}\) is inside `{PROGRAMS[f]}`"
+    message = rf"'inside' \(sown at .*{re.escape(LINE)}\) is inside .*`{PROGRAMS[f]}"
     with pytest.raises(UnsupportedError, match=message):
         reap(functools.partial(whole, AROUND[around](f)))(X)
 
@@ -176,8 +165,8 @@ def test_the_table_lists_it(f):
 
 
 def test_the_message_says_what_to_do():
-    with pytest.raises(UnsupportedError, match=r"use `lax\.scan` or a `fori_loop` with static"):
-        reap(in_while_body)(X)
+    with pytest.raises(UnsupportedError, match="sow it in the body of the loop"):
+        reap(in_while_condition)(X)
     with pytest.raises(UnsupportedError, match="sow its inputs or outputs instead"):
         reap(in_pallas_call)(X)
 

@@ -1,0 +1,45 @@
+"""What depends on which inputs of a jaxpr."""
+
+from collections.abc import Sequence
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from . import _compat
+from ._markers import Mark, SowEffect
+
+
+def varying(jaxpr: Jaxpr, inputs: Sequence[bool]) -> tuple[list[bool], list[bool]]:
+    """Which outputs of a jaxpr surely depend on any of the chosen inputs; and which equations.
+
+    An equation does if all sites in it do. Where it cannot be told, the answer is no.
+    """
+    chosen = {v for v, is_chosen in zip(jaxpr.invars, inputs, strict=True) if is_chosen}
+    equations = []
+    for eqn in jaxpr.eqns:
+        into = [isinstance(v, Var) and v in chosen for v in eqn.invars]
+        outs, sites = _through(eqn, into)
+        chosen.update(v for v, is_chosen in zip(eqn.outvars, outs, strict=True) if is_chosen)
+        equations.append(sites)
+    return [isinstance(v, Var) and v in chosen for v in jaxpr.outvars], equations
+
+
+def _through(eqn: JaxprEqn, into: list[bool]) -> tuple[list[bool], bool]:
+    inner = list(_compat.jaxprs_in(eqn.params))
+    if not inner or isinstance(_compat.hi_prim(eqn), Mark):
+        return [any(into)] * len(eqn.outvars), any(into)
+    outs, sites = [any(into)] * len(eqn.outvars), True
+    for jaxpr in inner:
+        # The last inputs of an equation are those of its jaxprs: before them may be an index.
+        count = len(jaxpr.invars)
+        if count > len(into) or len(jaxpr.outvars) != len(eqn.outvars):
+            return [False] * len(eqn.outvars), False
+        these, equations = varying(jaxpr, into[len(into) - count :])
+        outs = [a and b for a, b in zip(outs, these, strict=True)]
+        sites = sites and all(equations_with_sites(jaxpr, equations))
+    return outs, sites
+
+
+def equations_with_sites(jaxpr: Jaxpr, equations: Sequence[bool]) -> list[bool]:
+    """Of one item for each equation, those of equations that sow."""
+    effects = [any(isinstance(e, SowEffect) for e in eqn.effects) for eqn in jaxpr.eqns]
+    return [item for item, sows in zip(equations, effects, strict=True) if sows]

@@ -1,0 +1,349 @@
+"""The folds that there are, and what they return."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from . import _compat, _types
+from ._errors import SelectError
+from ._fold import Fold, Level, flat_index, is_type
+from ._structure import is_array
+
+
+class Moments(eqx.Module):
+    """What [`harvest.folds.moments`][] returns.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax
+        import jax.numpy as jnp
+
+        f = lambda xs: jax.lax.map(lambda x: harvest.sow(x, name="h"), xs)
+        h = harvest.reap(f, {"h": harvest.folds.moments()})(jnp.arange(4.0))["h"]
+        assert (h.mean, h.variance) == (1.5, 1.25)
+        ```
+
+    **Arguments:**
+
+    - `mean`: over the iterations, of the shape of one value.
+    - `variance`: over the iterations, as `jnp.var`.
+    """
+
+    mean: Any
+    variance: Any
+
+
+class TopK(eqx.Module):
+    """What [`harvest.folds.top_k`][] returns.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax
+        import jax.numpy as jnp
+
+        f = lambda xs: jax.lax.map(lambda x: harvest.sow(x, name="h"), xs)
+        h = harvest.reap(f, {"h": harvest.folds.top_k(2)})(jnp.array([1.0, 9.0, 4.0]))["h"]
+        assert h.values.tolist() == [9, 4] and h.indices[0].tolist() == [1, 2]
+        ```
+
+    **Arguments:**
+
+    - `values`: the `k` largest, largest first: `(k, *shape)`.
+    - `indices`: the iterations they come from: for each loop an array like `values`, outermost
+        first. -1 where there were fewer than `k`.
+    """
+
+    values: Any
+    indices: Any
+
+
+class Stack(eqx.Module):
+    """What [`harvest.folds.stack`][] returns.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax
+
+        def f(x):
+            return jax.lax.while_loop(lambda x: x < 9, lambda x: harvest.sow(2 * x, name="h"), x)
+
+        h = harvest.reap(f, {"h": harvest.folds.stack(8)})(1.0)["h"]
+        assert h.values[: h.count].tolist() == [2, 4, 8, 16] and not h.overflow
+        ```
+
+    **Arguments:**
+
+    - `values`: those of the first iterations, in the order in which they ran, and zeros behind:
+        `(max_steps, *shape)`.
+    - `count`: how many times the site ran.
+    - `overflow`: whether it ran more than `max_steps` times.
+    """
+
+    values: Any
+    count: Int[Array, ""]
+    overflow: Bool[Array, ""]
+
+
+def _each(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`fn` of the arrays (or of their types), with static leaves as they are."""
+    return jax.tree.map(
+        lambda leaf, *others: fn(leaf, *others) if is_array(leaf) or is_type(leaf) else leaf,
+        tree,
+        *rest,
+    )
+
+
+class LastFold(Fold):
+    def init(self, aval):
+        return _each(_compat.zeros, aval)
+
+    def update(self, state, value, index):
+        return value
+
+
+class AtFold(LastFold):
+    static: tuple[Any, ...] = eqx.field(static=True)  # for each loop an int or `...`
+    arrays: tuple[Any, ...]  # or else a traced integer
+
+    def update(self, state, value, index):
+        chosen = jnp.asarray(True)
+        wanted = [
+            s if a is None else a
+            for s, a in zip(self.static, self.arrays, strict=True)
+            if s is not ...
+        ]
+        for here, i in zip(wanted, index, strict=True):
+            chosen &= i == here
+        return _each(lambda new, old: jnp.where(chosen, new, old), value, state)
+
+    def within(self, lengths):
+        if not lengths:
+            return AtFold((), ()), ()
+        if len(self.static) != len(lengths):
+            raise SelectError(
+                f"got `folds.at` with {len(self.static)} index(es) in {len(lengths)} nested loops "
+                f"of lengths {lengths}; wanted a tuple of one index for each, outermost first, "
+                "with `...` for loops whose iterations are all kept"
+            )
+        rows = list(map(_index_in, self.static, self.arrays, lengths))
+        levels = tuple(
+            Level(static is not ..., static if isinstance(static, int) else None)
+            for static, _ in rows
+        )
+        return AtFold(tuple(s for s, _ in rows), tuple(a for _, a in rows)), levels
+
+
+def _index_in(static: Any, array: Any, length: int | None) -> tuple[Any, Any]:
+    """An index into a loop of this length, counted from the start."""
+    if static is ...:
+        return static, None
+    if isinstance(static, int):
+        if length is None and static < 0:
+            raise SelectError(
+                f"got `folds.at({static})` in a `while_loop`, whose length is not known; wanted "
+                "an index from the start, or `folds.last()`"
+            )
+        if length is not None and not -length <= static < length:
+            raise SelectError(f"got `folds.at({static})` in a loop of length {length}")
+        return (static if length is None else static % length), None
+    array = jnp.asarray(array).astype(int)  # a narrower one could overflow
+    return None, array if length is None else jnp.where(array < 0, array + length, array)
+
+
+class MeanFold(Fold):
+    def init(self, aval):
+        return {
+            "sum": _each(lambda a: jnp.zeros(a.shape, _accumulated(a)), aval),
+            "dtypes": _each(_mean_dtype, aval),
+        }
+
+    def update(self, state, value, index):
+        return state | {"sum": _each(lambda v, s: s + v.astype(s.dtype), value, state["sum"])}
+
+    def finish(self, state, count):
+        def mean(s, dtype):
+            return (s / count.astype(s.dtype)).astype(dtype)
+
+        return _each(mean, state["sum"], state["dtypes"])
+
+
+def _mean_dtype(aval: Any) -> Any:
+    return jax.eval_shape(jnp.mean, aval).dtype
+
+
+def _accumulated(aval: Any) -> Any:
+    """Sums of low precision are kept in single precision."""
+    return _promoted(_mean_dtype(aval), jnp.float32)
+
+
+def _promoted(a: Any, b: Any) -> Any:
+    """The dtype for values of both, whatever the user has set."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(a, b)
+
+
+class MaximumFold(Fold):
+    def init(self, aval):
+        return _each(lambda a: jnp.full(a.shape, _lowest(a.dtype), a.dtype), aval)
+
+    def update(self, state, value, index):
+        return _each(jnp.maximum, state, value)
+
+
+def _lowest(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return False
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -jnp.inf
+    raise SelectError(f"got a fold that compares values, which those of type `{dtype}` cannot be")
+
+
+class CountFold(Fold):
+    def init(self, aval):
+        return ()
+
+    def update(self, state, value, index):
+        return ()
+
+    def finish(self, state, count):
+        return count
+
+
+class MomentsFold(Fold):
+    def init(self, aval):
+        mean = _each(lambda a: jnp.zeros(a.shape, _accumulated(a)), aval)
+        squares = _each(lambda m: jnp.zeros_like(m.real), mean)
+        count, dtypes = jnp.zeros((), int), _each(_mean_dtype, aval)
+        return {"mean": mean, "squares": squares, "count": count, "dtypes": dtypes}
+
+    def update(self, state, value, index):
+        # Welford's algorithm, which does not cancel: Technometrics 4 (1962), 419.
+        count = state["count"] + 1
+        before = _each(lambda v, m: v.astype(m.dtype) - m, value, state["mean"])
+        mean = _each(lambda m, d: m + d / count.astype(d.dtype), state["mean"], before)
+        after = _each(lambda v, m: v.astype(m.dtype) - m, value, mean)
+        squares = _each(lambda s, a, b: s + (a * jnp.conj(b)).real, state["squares"], before, after)
+        return state | {"mean": mean, "squares": squares, "count": count}
+
+    def finish(self, state, count):
+        def mean(m, dtype):
+            return jnp.where(count > 0, m, jnp.nan).astype(dtype)
+
+        def variance(s, dtype):
+            # Real, if the values are complex.
+            return (s / count.astype(s.dtype)).astype(jnp.finfo(dtype).dtype)
+
+        mean = _each(mean, state["mean"], state["dtypes"])
+        return Moments(mean, _each(variance, state["squares"], state["dtypes"]))
+
+
+class HistogramFold(Fold):
+    bins: Array
+
+    def init(self, aval):
+        _each(lambda a: _lowest(a.dtype), aval)  # which checks that there is an order
+        return _each(lambda _: jnp.zeros(self.bins.size - 1, int), aval)
+
+    def update(self, state, value, index):
+        def counted(v, counts):
+            dtype = _promoted(v.dtype, self.bins.dtype)
+            new, _ = jnp.histogram(v.ravel().astype(dtype), self.bins.astype(dtype))
+            return counts + new.astype(counts.dtype)
+
+        return _each(counted, value, state)
+
+
+class TopKFold(Fold):
+    k: int = eqx.field(static=True)
+    loops: int = eqx.field(static=True, default=0)
+
+    def within(self, lengths):
+        return TopKFold(self.k, len(lengths)), (Level(),) * len(lengths)
+
+    def init(self, aval):
+        values = _each(lambda a: jnp.full((self.k, *a.shape), _lowest(a.dtype), a.dtype), aval)
+        indices = _each(lambda a: jnp.full((self.k, *a.shape), -1), aval)
+        return values, (indices,) * self.loops, jnp.zeros((), int)
+
+    def update(self, state, value, index):
+        kept, indices, count = state
+
+        def entered(new, old):
+            # Before what stands for nothing, which is not to win a tie.
+            return jnp.concatenate([old, old[-1:]]).at[jnp.minimum(count, self.k)].set(new)
+
+        among = _each(entered, value, kept)
+        best = _each(lambda a: jnp.moveaxis(_order(a, self.k), -1, 0), among)
+
+        def chosen(tree):
+            return _each(lambda a, order: jnp.take_along_axis(a, order, axis=0), tree, best)
+
+        def numbered(tree, i):
+            return _each(lambda old: entered(i.astype(old.dtype), old), tree)
+
+        pairs = zip(indices, index, strict=True)
+        return chosen(among), tuple(chosen(numbered(tree, i)) for tree, i in pairs), count + 1
+
+    def finish(self, state, count):
+        values, indices, _ = state
+        return TopK(values, indices)
+
+
+def _order(values: Any, k: int) -> Any:
+    return lax.top_k(jnp.moveaxis(values, 0, -1), k)[1]
+
+
+class EveryFold(Fold):
+    n: int = eqx.field(static=True)
+    lengths: tuple[int, ...] = eqx.field(static=True, default=())
+
+    def within(self, lengths):
+        if not lengths:
+            return LastFold(), ()
+        known = tuple(length for length in lengths if length is not None)
+        if len(known) < len(lengths):
+            raise SelectError(
+                "got `folds.every` in a `while_loop`, whose length is not known; wanted "
+                "`folds.stack(max_steps)`"
+            )
+        return EveryFold(self.n, known), (Level(),) * len(known)
+
+    def init(self, aval):
+        size = -(-math.prod(self.lengths) // self.n)
+        return _each(lambda a: _compat.zeros(_types.stacked(a, size)), aval)
+
+    def update(self, state, value, index):
+        step = flat_index(index, self.lengths)
+        # Iterations between are written to where there is nothing.
+        where = jnp.where(step % self.n == 0, step // self.n, jnp.iinfo(jnp.int32).max)
+        return _each(lambda v, kept: kept.at[where].set(v, mode="drop"), value, state)
+
+
+class StackFold(Fold):
+    max_steps: int = eqx.field(static=True)
+
+    def init(self, aval):
+        values = _each(lambda a: _compat.zeros(_types.stacked(a, self.max_steps)), aval)
+        return values, jnp.zeros((), int)
+
+    def update(self, state, value, index):
+        values, count = state
+        values = _each(lambda v, kept: kept.at[count].set(v, mode="drop"), value, values)
+        return values, count + 1
+
+    def finish(self, state, count):
+        return Stack(state[0], count, count > self.max_steps)

@@ -1,0 +1,125 @@
+"""Edits that change nothing but derivatives: tangents enter, and cotangents leave, at sites."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from . import _compat
+from ._batching import Positions, per_example
+from ._edit_nodes import Branches, Chain, Each, Edit
+from ._entry import CondSum, Entry
+from ._structure import HOLE, Packed, Structure, is_array
+
+
+class Probe(Edit):
+    """The identity of a value, with the derivative of `value + eps`.
+
+    `eps` has an array for each array of the value, and None where it has no derivative. It is
+    never read: in a compiled program it costs nothing.
+    """
+
+    eps: Any  # a list; in an `Each` if loops slice it
+
+    def apply(self, value, context):
+        leaves, structure = Structure.flatten(value, is_array)
+        pairs = zip(leaves, _sliced(self.eps), strict=True)
+        return structure.unflatten(v if e is None else with_tangent_of(v, e) for v, e in pairs)
+
+
+@jax.custom_jvp
+def with_tangent_of(value: Any, eps: Any) -> Any:
+    """`value`, with the derivative of `value + eps`."""
+    return value
+
+
+@with_tangent_of.defjvp
+def _(primals, tangents):
+    return with_tangent_of(*primals), tangents[0] + tangents[1]
+
+
+class Push(Edit):
+    """A tangent that is to enter at a site, as the user gives it."""
+
+    value: Any
+
+
+class ReducedProbe(Edit):
+    """The identity of a value, where the cotangent of `eps` is a function of that of the value.
+
+    So that in a loop only the result of the function is stacked.
+    """
+
+    fn: Callable[[Any], Any]
+    eps: Any  # a `Packed`; in an `Each` if loops slice it
+
+    def apply(self, value, context):
+        leaves, structure = Structure.flatten(value, is_array)
+        arrays, static = eqx.partition(self.fn, is_array)
+
+        @jax.custom_vjp
+        def identity(leaves, eps, arrays):
+            return leaves
+
+        def fwd(leaves, eps, arrays):
+            return leaves, arrays
+
+        def bwd(arrays, cts):
+            cts = [ct if jnp.issubdtype(ct.dtype, jnp.inexact) else None for ct in cts]
+            reduced = reducing(eqx.combine(arrays, static), structure, context.positions)(cts)
+            return cts, reduced, None
+
+        identity.defvjp(fwd, bwd)
+        return structure.unflatten(identity(leaves, _sliced(self.eps), arrays))
+
+
+def _sliced(eps: Any) -> Any:
+    return eps.edit if isinstance(eps, Each) else eps
+
+
+def reducing(fn: Callable[[Any], Any], structure: Structure, positions: Positions) -> Callable:
+    """`fn` of a cotangent that is given by its leaves, with their batch axes in front."""
+    return per_example(lambda cts: Packed.pack(fn(as_tangent(structure, cts))), positions)
+
+
+def as_tangent(structure: Structure, leaves: Sequence[Any]) -> Any:
+    """A pytree like a sown value, with None for leaves that have no derivative."""
+    rest = iter(leaves)
+    filled = [next(rest) if static is HOLE else None for static in structure.statics]
+    return jax.tree.unflatten(structure.treedef, filled)
+
+
+def is_probe(edit: Edit) -> bool:
+    """Whether an edit leaves values as they are."""
+    if isinstance(edit, Branches):
+        return all(map(is_probe, edit.edits))
+    return isinstance(edit, Probe | ReducedProbe) or (isinstance(edit, Chain) and not edit.edits)
+
+
+def zeros_at(entry: Entry) -> Any:
+    """A zero tangent of what is read at an entry: None for each leaf without derivative."""
+    return jax.tree.map(lambda a: _compat.zeros(a) if has_derivative(a) else None, entry.type)
+
+
+def has_derivative(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def probing(
+    entry: Entry, eps: Any, make: Callable[[Any], Edit] = Probe, outer: tuple[Any, ...] = ()
+) -> Edit:
+    """The edit for an entry with an `eps` of the form of `zeros_at`."""
+    if not isinstance(entry.type, CondSum):
+        stacked = any(length is not None for length in (*outer, *entry.loops))
+        return make(Each(eps) if stacked else eps)
+    assert entry.branches is not None
+    parts = eps.branches if entry.summed else (eps,) * len(entry.branches)
+    outer = (*outer, *entry.around)
+    return Branches(
+        tuple(
+            Chain(()) if branch is None else probing(branch, part, make, outer)
+            for branch, part in zip(entry.branches, parts, strict=True)
+        )
+    )
