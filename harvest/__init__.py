@@ -5,6 +5,7 @@ from importlib.metadata import version as _version
 from . import _rules as _rules
 from . import folds as folds
 from . import internal as internal
+from ._attribute import attribute as attribute
 from ._edits import add as add
 from ._edits import at as at
 from ._edits import chain as chain
@@ -26,6 +27,8 @@ from ._errors import UnsupportedError as UnsupportedError
 from ._fold import Fold as Fold
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
+from ._grid import grid as grid
+from ._grid import per_example as per_example
 from ._jvp import jvp as jvp
 from ._plant import plant as plant
 from ._reap import capture as capture
@@ -38,6 +41,7 @@ from ._sow import perturb as perturb
 from ._sow import scope as scope
 from ._sow import sow as sow
 from ._stacked import stacked as stacked
+from ._sweep import sweep as sweep
 
 __version__ = _version("jax-harvest")
 
@@ -58,13 +62,16 @@ __all__ = [
     "UnsupportedError",
     "add",
     "at",
+    "attribute",
     "capture",
     "chain",
     "each",
     "folds",
     "grad",
+    "grid",
     "indexed",
     "jvp",
+    "per_example",
     "perturb",
     "plant",
     "reap",
@@ -74,6 +81,7 @@ __all__ = [
     "sites",
     "sow",
     "stacked",
+    "sweep",
     "value_and_grad",
     "zero",
 ]

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from . import _types
-from ._batching import per_example
+from ._batching import Positions, over_examples
 from ._edit_nodes import Context, Edit, Loop
 from ._errors import PlantError
 from ._fit import fit
@@ -28,7 +28,7 @@ def apply_edit(
     context = Context(
         loops,
         marker.positions,
-        mapped=lambda fn: _mapped(fn, marker, where),
+        mapped=lambda fn, also=(): _mapped(fn, marker, where, also),
         fitted=lambda value: structure.unflatten(fitted(value)),
     )
     try:
@@ -41,23 +41,25 @@ def apply_edit(
     return _types.axes_from_front(new, marker.positions)
 
 
-def _mapped(fn: Callable[[Any], Any], marker: Marker, where: str) -> Callable[[Any], Any]:
+def _mapped(
+    fn: Callable[..., Any], marker: Marker, where: str, also: Sequence[Positions]
+) -> Callable[..., Any]:
     """`fn` on a value as it was sown, mapped over the axes that `vmap` added in front.
 
     So that `plant(vmap(f), edits)` is `vmap(plant(f, edits))`.
     """
     structure = marker.label.structure
 
-    def flat(leaves: list[Any]) -> list[Any]:
-        edited = fn(structure.unflatten(leaves))
+    def flat(leaves: list[Any], *others: Any) -> list[Any]:
+        edited = fn(structure.unflatten(leaves), *others)
         return fit(edited, structure, [jax.typeof(x) for x in leaves], where)
 
-    flat = per_example(flat, marker.positions, keeps_axes=True)
+    flat = over_examples(flat, marker.positions, also=also, keeps_axes=True)
 
-    def mapped(value: Any) -> Any:
+    def mapped(value: Any, *others: Any) -> Any:
         leaves, _ = Structure.flatten(value, is_array)
         try:
-            return structure.unflatten(flat(leaves))
+            return structure.unflatten(flat(leaves, *others))
         except ValueError as error:
             if "out_axes" not in str(error):
                 raise

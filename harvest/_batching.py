@@ -12,35 +12,45 @@ import jax
 Positions = Sequence[tuple[int | None, ...]]
 
 
-def levels(positions: Positions) -> list[tuple[int | None, ...]]:
-    """For each `vmap`, outermost first, the axis it added to each leaf."""
-    return [level for level in zip(*positions, strict=True) if any(a is not None for a in level)]
+def levels(positions: Positions) -> list[tuple[int, tuple[int | None, ...]]]:
+    """For each `vmap` that batched any leaf, outermost first: its number, and its axes."""
+    rows = enumerate(zip(*positions, strict=True))
+    return [(number, axes) for number, axes in rows if any(a is not None for a in axes)]
 
 
 def batch_sizes(avals: Sequence[Any], positions: Positions) -> tuple[int, ...]:
     """The size of each `vmap` that batched any leaf, outermost first."""
     sizes = []
-    for level in levels(positions):
-        batched = [(aval, a) for aval, a in zip(avals, level, strict=True) if isinstance(a, int)]
+    for _, axes in levels(positions):
+        batched = [(aval, a) for aval, a in zip(avals, axes, strict=True) if isinstance(a, int)]
         sizes += [aval.shape[axis] for aval, axis in batched[:1]]
     return tuple(sizes)
 
 
-def per_example(
-    fn: Callable[..., Any], positions: Positions, *, keeps_axes: bool = False
+def over_examples(
+    fn: Callable[..., Any],
+    positions: Positions,
+    *,
+    also: Sequence[Positions] = (),
+    keeps_axes: bool = False,
 ) -> Callable[..., Any]:
     """`fn(leaves, *others)`, mapped over the axes that `vmap` added in front of the leaves.
 
-    `others` have all of these axes in front. The results have as well; if the function keeps
-    axes, they are leaves with the axes of `leaves`.
+    `others` have all of these axes in front; the first ones, if there are positions for them in
+    `also`, are lists of leaves with those axes in front. The results have all of the axes in front
+    or, if the function keeps axes, are leaves with the axes of `leaves`.
     """
 
     def mapped(leaves: Sequence[Any], *others: Any) -> Any:
         inner = fn
-        for level in reversed(levels(positions)):
-            axes = [None if axis is None else 0 for axis in level]
-            in_axes = (axes, *(0 for _ in others))
-            inner = jax.vmap(inner, in_axes=in_axes, out_axes=axes if keeps_axes else 0)
+        for number, axes in reversed(levels(positions)):
+            alike = [_fronted(tuple(row[number] for row in rows)) for rows in also]
+            in_axes = (_fronted(axes), *alike, *(0,) * (len(others) - len(also)))
+            inner = jax.vmap(inner, in_axes=in_axes, out_axes=_fronted(axes) if keeps_axes else 0)
         return inner(list(leaves), *others)
 
     return mapped
+
+
+def _fronted(axes: tuple[int | None, ...]) -> list[int | None]:
+    return [None if axis is None else 0 for axis in axes]

@@ -92,6 +92,10 @@ def is_hi(value: Any) -> bool:
         return False
 
 
+def is_hi_type(aval: Any) -> bool:
+    return isinstance(aval, hijax.HiType)
+
+
 def holds_tracer(obj: Any) -> bool:
     """Whether an object that is no pytree holds a tracer of the trace that is under way.
 

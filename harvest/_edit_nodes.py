@@ -27,7 +27,7 @@ class Context(NamedTuple):
 
     loops: tuple[Loop, ...]  # outermost first
     positions: Positions  # of the batch axes of the leaves
-    mapped: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]  # `vmap` over the batch axes
+    mapped: Callable[..., Callable[..., Any]]  # a function, over the batch axes of the value
     fitted: Callable[[Any], Any]  # the edited value, checked to be of the type of the site
 
 

@@ -10,14 +10,14 @@ import numpy as np
 from jax import lax
 
 from . import _compat, _types
-from ._batching import per_example
+from ._batching import over_examples
 from ._edit_nodes import Edit
 from ._entry import CondSum, Entry
 from ._errors import GradError
 from ._fit import known
 from ._fold import Fold
 from ._interpreter import Replay
-from ._plan import Mode, check_mode, is_sum, plan_probes, resolve
+from ._plan import Mode, ProbePlan, check_mode, is_sum, plan_probes, resolve
 from ._probe import ReducedProbe, as_tangent, has_derivative, probing, reducing, zeros_at
 from ._reap import reap
 from ._select import is_static, pairs_of
@@ -159,29 +159,19 @@ class Grad(Transformed):
         program = trace("grad", self.fn, args, kwargs, planting=True)
         pairs = list(zip(self.select, self.reducers, strict=True))
         plan = plan_probes(program.walk.entries(program.jaxpr), pairs, self.mode, "grad")
-        sites = [_Site.of(probed.entry, probed.reducer) for probed in plan.probed]
+        sites = [DifferentiatedSite.of(probed.entry, probed.reducer) for probed in plan.probed]
         places = _places(program, self.argnums, len(args))
         inputs = {p: jnp.asarray(program.leaves[p]) for tree in places for p in _positions(tree)}
-
-        def scalar(eps, inputs):
-            actions = list(plan.actions)
-            for probed, site, e in zip(plan.probed, sites, eps, strict=True):
-                actions[probed.position] = site.edit(e)
-            leaves = [inputs.get(i, leaf) for i, leaf in enumerate(program.leaves)]
-            live = (True,) * len(program.jaxpr.outvars)
-            outs, reads = Replay(program.walk).run(program.jaxpr, leaves, actions, (), live)
-            value, aux = _value_and_aux(program.result(outs), self.has_aux)
-            return value, (Packed.pack(aux, is_held), [read for (read,) in reads])
-
-        differentiate = jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)
-        (value, (aux, reads)), (cts, grads) = differentiate([site.eps for site in sites], inputs)
-        sums = iter(reads)
+        split = functools.partial(value_and_aux, has_aux=self.has_aux)
+        done = backward_pass(program, plan, sites, inputs, split)
+        sums = iter(done.reads)
         at_sites: dict[str, list[Any]] = {}
-        for site, ct in zip(sites, cts, strict=True):
+        for site, ct in zip(sites, done.cts, strict=True):
             read = next(sums) if is_sum(site.entry) else None
             at_sites.setdefault(site.entry.key, []).append(site.result(ct, read))
-        at_args = tuple(_filled(tree, grads) for tree in places)
-        return ((value, aux.unflatten()), (self._by_key(at_sites), at_args)), plan.warnings
+        at_args = tuple(_filled(tree, done.at_inputs) for tree in places)
+        result = (done.value, done.aux), (self._by_key(at_sites), at_args)
+        return result, plan.warnings
 
     def _by_key(self, values: dict[str, list[Any]]) -> list[tuple[str, Any]]:
         if self.mode == "strict":
@@ -189,10 +179,43 @@ class Grad(Transformed):
         return [(key, tuple(items)) for key, items in values.items()]
 
 
-def _value_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+class BackwardPass(NamedTuple):
+    value: Any
+    aux: Any
+    reads: list[Any]  # what the plan reads
+    cts: list[Any]  # for each site
+    at_inputs: dict[int, Any]  # gradients, for each chosen argument of the program
+
+
+def backward_pass(
+    program: Program,
+    plan: ProbePlan,
+    sites: "Sequence[DifferentiatedSite]",
+    inputs: dict[int, Any],
+    split: Callable[[Any], tuple[Any, Any]],
+) -> BackwardPass:
+    """Differentiate the first item of `split(result)` by the sites, and by some arguments."""
+
+    def scalar(eps: Any, inputs: Any) -> Any:
+        actions = list(plan.actions)
+        for probed, site, e in zip(plan.probed, sites, eps, strict=True):
+            actions[probed.position] = site.edit(e)
+        leaves = [inputs.get(i, leaf) for i, leaf in enumerate(program.leaves)]
+        live = (True,) * len(program.jaxpr.outvars)
+        outs, reads = Replay(program.walk).run(program.jaxpr, leaves, actions, (), live)
+        value, aux = split(program.result(outs))
+        return value, (Packed.pack(aux, is_held), [read for (read,) in reads])
+
+    differentiate = jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)
+    (value, (aux, reads)), (cts, grads) = differentiate([site.eps for site in sites], inputs)
+    return BackwardPass(value, aux.unflatten(), reads, cts, grads)
+
+
+def value_and_aux(result: Any, has_aux: bool = False, what: str = "grad") -> tuple[Any, Any]:
+    """The scalar that a function returns, and what it returns beside."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise GradError(
-            f"`grad(..., has_aux=True)` got a result of type `{type(result).__name__}`; wanted a "
+            f"`{what}(..., has_aux=True)` got a result of type `{type(result).__name__}`; wanted a "
             "pair of a scalar and anything else"
         )
     value, aux = result if has_aux else (result, None)
@@ -201,7 +224,7 @@ def _value_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
         if not array.shape and jnp.issubdtype(array.dtype, jnp.floating):
             return array, aux
     raise GradError(
-        f"`grad` got a result of type {_types.describe(value)}; wanted a real scalar: reduce it "
+        f"`{what}` got a result of type {_types.describe(value)}; wanted a real scalar: reduce it "
         "inside of the function, as by `jnp.sum`"
     )
 
@@ -247,7 +270,7 @@ def _filled(tree: Any, grads: dict[int, Any]) -> Any:
 # --------------------------------------------------------------------------------- sites
 
 
-class _Site(NamedTuple):
+class DifferentiatedSite(NamedTuple):
     """How one site is differentiated."""
 
     entry: Entry
@@ -256,12 +279,14 @@ class _Site(NamedTuple):
     edit: Callable[[Any], Edit]  # of an `eps`
 
     @staticmethod
-    def of(entry: Entry, reducer: Any) -> "_Site":
+    def of(entry: Entry, reducer: Any) -> "DifferentiatedSite":
         reduced = _reduced_zeros(entry, reducer)
         if reduced is None:
-            return _Site(entry, reducer, zeros_at(entry), lambda eps: probing(entry, eps))
+            return DifferentiatedSite(
+                entry, reducer, zeros_at(entry), lambda eps: probing(entry, eps)
+            )
         make = lambda eps: ReducedProbe(reducer, eps)
-        return _Site(entry, None, reduced, lambda eps: probing(entry, eps, make))
+        return DifferentiatedSite(entry, None, reduced, lambda eps: probing(entry, eps, make))
 
     def result(self, ct: Any, read: Any) -> Any:
         """The gradient, from the cotangent of `eps`."""
@@ -321,7 +346,7 @@ def _reduced(entry: Entry, reducer: Any, cts: Sequence[Any], loops: int) -> Any:
         return ()
 
     positions = [axes for axes, has in zip(entry.marker.positions, live, strict=True) if has]
-    step = per_example(example, positions)
+    step = over_examples(example, positions)
     for _ in range(loops):
         step = functools.partial(lax.map, step)
     return reap(step, {label.name: reducer})([leaf for leaf in cts if leaf is not None])[label.name]

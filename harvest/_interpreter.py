@@ -106,23 +106,21 @@ class Replay:
 
         Outputs that are not `live` come back as None, and what only they need is left out.
         """
-        env: dict[Var, Any] = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else env[atom]
-
+        env = Env(jaxpr, args)
         reads: list[Any] = []
-        for step in self._steps(jaxpr, actions, live):
-            invals = [read(v) for v in step.eqn.invars]
-            inside = Inside(self, step.entries, step.actions, loops, step.live)
-            outs, new = self._evaluate(step.eqn, invals, inside)
-            env.update(zip(step.eqn.outvars, outs, strict=True))
-            reads += new
-        outs = [read(v) if used else None for v, used in zip(jaxpr.outvars, live, strict=True)]
-        return Result(outs, reads)
+        for step in self.steps(jaxpr, actions, live):
+            reads += self.advance(step, env, loops)
+        return Result(env.outs(live), reads)
 
-    def _evaluate(self, eqn: JaxprEqn, invals: list[Any], inside: Inside) -> Result:
+    def advance(self, step: "Step", env: "Env", loops: tuple[Loop, ...]) -> list[Any]:
+        """Evaluate one equation in the environment; what is read in it."""
+        inside = Inside(self, step.entries, step.actions, loops, step.live)
+        outs, reads = self.evaluate(step.eqn, env.invals(step.eqn), inside)
+        env.write(step.eqn, outs)
+        return reads
+
+    def evaluate(self, eqn: JaxprEqn, invals: list[Any], inside: Inside) -> Result:
+        """Evaluate an equation, doing the actions of `inside`."""
         if isinstance(_compat.hi_prim(eqn), Tag) and not any(inside.actions):
             return Result(_retagged(eqn, invals), [])
         rule = rule_for(eqn)
@@ -162,7 +160,7 @@ class Replay:
             assert rule is not None, "a site that cannot be opened was planned for"
             return Result(*rule.rebuild(eqn, invals, inside))
 
-    def _steps(self, jaxpr: Jaxpr, actions: Actions, live: Sequence[bool]) -> "list[_Step]":
+    def steps(self, jaxpr: Jaxpr, actions: Actions, live: Sequence[bool]) -> "list[Step]":
         """The equations to evaluate, in order, each with its part of the plan."""
         spans = self.walk.spans(jaxpr)
         assert len(actions) == sum(map(len, spans))
@@ -178,7 +176,7 @@ class Replay:
             kept = self._is_kept(eqn)
             if everything or any(used) or any(here) or kept:
                 needed.update(v for v in eqn.invars if isinstance(v, Var))
-                steps.append(_Step(eqn, span, here, used))
+                steps.append(Step(eqn, span, end, here, used))
         return steps[::-1]
 
     def _is_kept(self, eqn: JaxprEqn) -> bool:
@@ -196,11 +194,42 @@ def _retagged(eqn: JaxprEqn, leaves: list[Any]) -> list[Any]:
     return _compat.bind(eqn, leaves)
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
+    """An equation to evaluate, with its part of the plan."""
+
     eqn: JaxprEqn
     entries: Sequence[Entry]
+    first: int  # of its entries, among those of the jaxpr
     actions: Actions
     live: tuple[bool, ...]
+
+
+class Env:
+    """The values of the variables of a jaxpr."""
+
+    def __init__(self, jaxpr: Jaxpr, args: Sequence[Any]):
+        self._jaxpr = jaxpr
+        self._values: dict[Var, Any] = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+        self._values.update(zip(jaxpr.invars, args, strict=True))
+
+    def _read(self, atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else self._values[atom]
+
+    def invals(self, eqn: JaxprEqn) -> list[Any]:
+        return list(map(self._read, eqn.invars))
+
+    def write(self, eqn: JaxprEqn, outs: Sequence[Any]) -> None:
+        self._values.update(zip(eqn.outvars, outs, strict=True))
+
+    def outs(self, live: Sequence[bool]) -> list[Any]:
+        """The outputs of the jaxpr; None for those that are not live."""
+        pairs = zip(self._jaxpr.outvars, live, strict=True)
+        return [self._read(v) if used else None for v, used in pairs]
+
+    def copy(self) -> "Env":
+        new = Env.__new__(Env)
+        new._jaxpr, new._values = self._jaxpr, dict(self._values)
+        return new
 
 
 def asks_for_loops(action: Reading | Edit | None) -> bool:

@@ -150,40 +150,58 @@ class ProbePlan(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def plan_probes(
-    entries: Sequence[Entry], pairs: Sequence[tuple[Any, Any]], mode: Mode, what: str
-) -> ProbePlan:
-    """Differentiate with respect to the sites that `(select, reducer)` pairs choose."""
+def plantable(
+    entries: Sequence[Entry], select: Any, what: str, mode: Mode = "strict"
+) -> list["Row"]:
+    """The tags of what is selected, each of which stands for one occurrence."""
     sown = list(numbered(entries, readable=True))
     rows = list(numbered(entries, readable=False))
     keys = {site.key: site.source for _, _, site in rows}
-    for select, _ in pairs:
-        _check_plantable(select, rows, sown, what)
-        check_found(select, keys, what)
-    mine, probed = [], []
-    for position, entry, site in rows:
-        reducer = next((r for select, r in pairs if matches(select, site, keys)), UNSELECTED)
-        if reducer is not UNSELECTED:
-            _check_open(entry, what)
-            _check_differentiable(entry, what)
-            mine.append((position, entry, site))
-            probed.append(Probed(position, entry, reducer))
+    _check_plantable(select, rows, sown, what)
+    check_found(select, keys, what)
+    mine = [row for row in rows if matches(select, row[2], keys)]
+    for _, entry, _ in mine:
+        _check_open(entry, what)
+        _check_differentiable(entry, what)
     occurrences = _occurrences(mine, rows, sown)
     if mode == "strict":
         _check_unique(occurrences, what)
     if len(mine) != len(occurrences):
         raise UnsupportedError(
             f"`{what}`: sites inside a backward pass through `jax.checkpoint` are evaluated twice, "
-            f"so that they have no gradient of their own; take `{what}` of the function itself"
+            f"and cannot be told apart; take `{what}` of the function itself"
         )
+    return mine
+
+
+def plan_probes(
+    entries: Sequence[Entry], pairs: Sequence[tuple[Any, Any]], mode: Mode, what: str
+) -> ProbePlan:
+    """Differentiate with respect to the sites that `(select, reducer)` pairs choose."""
+    rows = plantable(entries, tuple(select for select, _ in pairs), what, mode)
+    keys = {entry.key: entry.source for entry in entries}
+    probed = [
+        Probed(position, entry, next(r for select, r in pairs if matches(select, site, keys)))
+        for position, entry, site in rows
+    ]
     actions: list[Reading | None] = [None] * len(entries)
-    chosen = {(site.key, site.occurrence) for _, entry, site in mine if is_sum(entry)}
-    for position, _, site in sown:
+    chosen = {(site.key, site.occurrence) for _, entry, site in rows if is_sum(entry)}
+    for position, _, site in numbered(entries, readable=True):
         if (site.key, site.occurrence) in chosen:
             actions[position] = READ
-    found = [row.entry for row in probed]
-    warnings = (*_phantoms(found, what), *_fruitless(found, "pushing through"))
+    found = [entry for _, entry, _ in rows]
+    warnings = (*_phantoms(found, what), *_fruitless(found, "differentiating"))
     return ProbePlan(tuple(actions), probed, warnings)
+
+
+def with_reads(plan: ProbePlan, entries: Sequence[Entry]) -> ProbePlan:
+    """A plan that reads the values of its sites as well, in the same order."""
+    keys = {probed.entry.key for probed in plan.probed}
+    actions = [
+        READ if entry.readable and entry.key in keys else action
+        for entry, action in zip(entries, plan.actions, strict=True)
+    ]
+    return plan._replace(actions=actions)
 
 
 def is_sum(entry: Entry) -> bool:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _compat
-from ._batching import Positions, per_example
+from ._batching import Positions, over_examples
 from ._edit_nodes import Branches, Chain, Each, Edit
 from ._entry import CondSum, Entry
 from ._structure import HOLE, Packed, Structure, is_array
@@ -81,7 +81,7 @@ def _sliced(eps: Any) -> Any:
 
 def reducing(fn: Callable[[Any], Any], structure: Structure, positions: Positions) -> Callable:
     """`fn` of a cotangent that is given by its leaves, with their batch axes in front."""
-    return per_example(lambda cts: Packed.pack(fn(as_tangent(structure, cts))), positions)
+    return over_examples(lambda cts: Packed.pack(fn(as_tangent(structure, cts))), positions)
 
 
 def as_tangent(structure: Structure, leaves: Sequence[Any]) -> Any:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _compat, _types
-from ._batching import batch_sizes, per_example
+from ._batching import batch_sizes, over_examples
 from ._edit_nodes import Loop
 from ._entry import CondSum, Entry
 from ._errors import HarvestError, SelectError
@@ -60,7 +60,7 @@ class Mapped(Part):
             return Packed.pack(self.fn(marker.label.structure.unflatten(leaves)))
 
         fronted = _types.axes_to_front(leaves, marker.positions)
-        return per_example(mapped, marker.positions)(fronted)
+        return over_examples(mapped, marker.positions)(fronted)
 
     def type_of(self, entry):
         loops = entry.loops
@@ -72,7 +72,8 @@ class Mapped(Part):
             loops = entry.around
         else:
             marker = entry.marker
-            type = jax.eval_shape(lambda *x: self.read(marker, list(x), ()), *marker.in_avals)
+            with _located(entry.describe()):
+                type = jax.eval_shape(lambda *x: self.read(marker, list(x), ()), *marker.in_avals)
         for length in reversed(loops):
             assert length is not None, "a loop of dynamic length stacks nothing"
             type = jax.tree.map(functools.partial(_types.stacked, length=length), type)
@@ -117,7 +118,7 @@ class Folded(Part):
             state = Packed.pack(self.fold.update(slot.state.unflatten(), value, index))
             return Slot(_checked(state, slot.state, self.fold), slot.count + 1)
 
-        update = per_example(updated, marker.positions)
+        update = over_examples(updated, marker.positions)
         for _ in self.lanes:
             update = jax.vmap(update, in_axes=(None, 0))
         return update(_types.axes_to_front(leaves, marker.positions), self.slot)
@@ -179,9 +180,11 @@ def _assembled(entry: Entry, read: Any, leaf: Callable[[Entry, Any], Any]) -> An
 def _checked(state: Packed, before: Packed, fold: Fold) -> Packed:
     """The new state of a fold, of the types of the one before."""
     if state.structure != before.structure:
+        same = state.structure.treedef == before.structure.treedef
+        hint = "; what changes has to be an array, as `jnp.asarray(0)`" if same else ""
         raise SelectError(
             f"`update` of {_name(fold)} returned a state of structure {state.structure}; wanted "
-            f"that of `init`, {before.structure}"
+            f"that of `init`, {before.structure}{hint}"
         )
     leaves = []
     for new, old in zip(state.leaves, before.leaves, strict=True):
@@ -205,16 +208,21 @@ def _name(fold: Fold) -> str:
 
 def check_reducer(reducer: Any) -> Any:
     """A reducer as a pytree, or a `SelectError`."""
+    if isinstance(reducer, tuple | list):
+        return tuple(map(_check_single, reducer))
+    return _check_single(reducer)
+
+
+def _check_single(reducer: Any) -> Any:
     if reducer is None or isinstance(reducer, Fold):
         return reducer
-    if isinstance(reducer, tuple | list):
-        return tuple(map(check_reducer, reducer))
     if isinstance(reducer, functools.partial):
         return Bound.of(reducer)
-    if getattr(reducer, "__module__", None) == f"{__package__}.folds":
+    uncalled = getattr(reducer, "__module__", None) == f"{__package__}.folds"
+    if uncalled or (isinstance(reducer, type) and issubclass(reducer, Fold)):
+        name = f"folds.{reducer.__name__}" if uncalled else reducer.__name__
         raise SelectError(
-            f"got `{reducer.__name__}` as a reducer; wanted what it returns: call it, as "
-            f"`folds.{reducer.__name__}(...)`"
+            f"got `{name}` as a reducer; wanted what it returns: call it, as `{name}(...)`"
         )
     if not callable(reducer):
         raise SelectError(
@@ -240,18 +248,21 @@ def _part(reducer: Any, entry: Entry) -> Part:
 def _folded(fold: Fold, entry: Entry) -> Folded:
     with _located(entry.describe()):
         rows = [(inner, *fold.within(loops), loops) for inner, loops in entry.innermost()]
-    first, bound, levels, loops = rows[0]
-    for other, also, *_ in rows[1:]:
+    first, bound, levels, _ = rows[0]
+    # Where the branches of a `cond` have loops of their own, these can only be folded.
+    alike = all(row[2] == levels for row in rows)
+    stacked = [_stacked(row[2], row[3]) for row in rows]
+    for (other, also, *_), lengths in zip(rows, stacked, strict=True):
         same = jax.tree.structure(also) == jax.tree.structure(bound)
-        if not same or not _same_values(first, other):
+        fits = lengths == stacked[0] and (alike or not lengths)
+        if not (same and fits and _same_values(first, other)):
             raise SelectError(
                 f"a fold needs values of one type, and the branches of the `cond` around "
                 f"{entry.describe()} sow it with different types or in different loops; sow it "
                 "under two names"
             )
-    stacking = [n for n, level in zip(loops, levels, strict=True) if not level.folded]
-    lengths = [n for n in stacking if n is not None]
-    if len(lengths) < len(stacking):
+    lengths = [n for n in stacked[0] if n is not None]
+    if len(lengths) < len(stacked[0]):
         raise SelectError(
             f"a fold has to fold a `while_loop`, whose length is not known, for {entry.describe()}"
         )
@@ -261,8 +272,12 @@ def _folded(fold: Fold, entry: Entry) -> Folded:
         state = Packed.pack(bound.init(site_of(first, 0).aval))
     leaves = [_broadcast(leaf, kept) for leaf in state.leaves]
     slot = Slot(Packed(leaves, state.structure), jnp.zeros(kept, jnp.int32))
-    differ = any(r[3] != loops for r in rows)
-    return Folded(bound, slot, None if differ else levels, len(kept), first.lanes)
+    return Folded(bound, slot, levels if alike else None, len(kept), first.lanes)
+
+
+def _stacked(levels: Sequence[Level], loops: Sequence[int | None]) -> list[int | None]:
+    """The lengths of the loops that stack the results of a fold."""
+    return [n for n, level in zip(loops, levels, strict=True) if not level.folded]
 
 
 def _same_values(a: Entry, b: Entry) -> bool:

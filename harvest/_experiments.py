@@ -1,0 +1,194 @@
+"""What `sweep` and `attribute` have in common: sites, edits and sources, and their experiments."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _types
+from ._edit_nodes import Call, Each, Edit
+from ._edits import as_edit
+from ._entry import Entry
+from ._errors import PlantError, SelectError, UnsupportedError
+from ._fit import known
+from ._fork import Cell, Index
+from ._grid import NoGrid, PerExample, as_grid
+from ._plan import is_sum, plantable, resolve_keys
+from ._select import check_select, is_static, matches
+from ._site import Site
+from ._stage import Transformed, trace_afresh
+from ._structure import Structure, is_array
+
+
+class Experiment(NamedTuple):
+    """A site to edit."""
+
+    position: int  # of its entry
+    entry: Entry
+    edit: Callable[[Index, Any], Edit]  # for an iteration, and the number of a row
+
+
+class Experiments(Transformed):
+    """What `sweep` and `attribute` are given."""
+
+    _dynamic = ("fn", "source", "edits", "grid")
+    _static = ("select", "edit_keys", "batch_size")
+    _what: str
+
+    def __init__(self, fn: Callable[..., Any], source: Any, edit: Any, grid: Any, batch_size: int):
+        super().__init__(fn, self._what)
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise SelectError(f"`batch_size` got {batch_size!r}; wanted a positive int")
+        has_values = isinstance(source, Mapping)
+        self.select = check_select(tuple(source) if has_values else source, "source")
+        self.source = tuple(source.values()) if has_values else None
+        edits = edit if isinstance(edit, Mapping) else {None: edit}
+        self.edit_keys = tuple(check_select(key, "edit") for key in edits)
+        self.edits = tuple(map(_checked_edit, edits.values()))
+        self.grid = as_grid(grid)
+        self.batch_size = batch_size
+
+    def _resolved(self, args, kwargs, trace):
+        if is_static((self.select, self.edit_keys)) or trace is trace_afresh:
+            return self
+        program = trace(self._what, self.fn, args, kwargs, planting=True)
+        entries = program.walk.entries(program.jaxpr)
+        select, *keys = resolve_keys(entries, (self.select, *self.edit_keys))
+        return self._with(select=select, edit_keys=tuple(keys))
+
+    def _finish(self, value):
+        return dict(value)
+
+    def _experiments(self, entries: Sequence[Entry]) -> list[Experiment]:
+        """The selected sites of a program, in call order."""
+        return [
+            Experiment(position, entry, self._edit(entry, site))
+            for position, entry, site in plantable(entries, self.select, self._what)
+        ]
+
+    def _edit(self, entry: Entry, site: Site) -> Callable[[Index, Any], Edit]:
+        if is_sum(entry):
+            raise UnsupportedError(
+                f"`{self._what}`: {entry.describe()} is in a `cond` whose branches sow it with "
+                "different types; sow it under two names"
+            )
+        matching = [
+            edit
+            for key, edit in zip(self.edit_keys, self.edits, strict=True)
+            if matches(key, site, {site.key: site.source})
+        ]
+        if not matching:
+            raise SelectError(f"`{self._what}`: nothing in `edit` matches {entry.describe()}")
+        edit, source = matching[0], self._source_of(entry)
+        if not isinstance(edit, Call):
+            return lambda index, number: edit
+
+        def edit_at(index: Index, number: Any) -> Edit:
+            here = jax.tree.map(lambda leaf: leaf[index] if is_array(leaf) else leaf, source)
+            row = () if isinstance(self.grid, NoGrid) else (self.grid.row(number),)
+            return Swept(edit.fn, here, row)
+
+        return edit_at
+
+    def _source_of(self, entry: Entry) -> tuple[Any, ...]:
+        if self.source is None:
+            return ()
+        value = self.source[self.select.index(entry.key)]
+        loops = known(entry.loops)
+        for leaf in filter(is_array, jax.tree.leaves(value)):
+            if leaf.shape[: len(loops)] != loops:
+                raise PlantError(
+                    f"`source` got {_types.describe(leaf)} for {entry.describe()}; wanted the axes "
+                    f"{loops} of the loops around it in front, as `reap` returns it"
+                )
+        return (value,)
+
+
+def _checked_edit(edit: Any) -> Edit:
+    if not callable(edit) and not isinstance(edit, Edit):
+        raise PlantError(
+            f"`edit` got {edit!r} of type `{type(edit).__name__}`; wanted a function of a value, "
+            "its source and a row, an edit, or a mapping from selections to these"
+        )
+    nodes = jax.tree.leaves(edit, is_leaf=lambda node: isinstance(node, Each))
+    if any(isinstance(node, Each) for node in nodes):
+        raise PlantError(
+            "`edit` got `harvest.each`, and only one iteration is edited at a time; pass what "
+            "differs as `source`, with the loop axes in front"
+        )
+    return as_edit(edit)
+
+
+class Swept(Edit):
+    """The user's edit, with what it needs of another run, and the row of an experiment."""
+
+    fn: Callable[..., Any]
+    source: tuple[Any, ...]  # nothing, or one value
+    row: tuple[Any, ...]  # nothing, or one row
+
+    def apply(self, value, context):
+        leaves, structure = Structure.flatten(self.source, is_array)
+        _, sown = Structure.flatten((value,), is_array)
+        alike = structure == sown  # so that its leaves have the axes of those of the value
+        examples, shared = eqx.partition(self.row, _per_example(self.row))
+
+        def edited(value: Any, leaves: list[Any], examples: Any) -> Any:
+            row = jax.tree.map(
+                lambda node: node.value if isinstance(node, PerExample) else node,
+                eqx.combine(examples, shared),
+                is_leaf=_is_per_example,
+            )
+            return self.fn(value, *structure.unflatten(leaves), *row)
+
+        also = (context.positions,) if alike else ()
+        return context.mapped(edited, also)(value, leaves, examples)
+
+
+def _is_per_example(node: Any) -> bool:
+    return isinstance(node, PerExample)
+
+
+def _per_example(row: Any) -> Any:
+    """Which leaves of a row are those of one example."""
+
+    def spec(node: Any) -> Any:
+        return jax.tree.map(lambda _: _is_per_example(node), node)
+
+    return jax.tree.map(spec, row, is_leaf=_is_per_example)
+
+
+class Cells(NamedTuple):
+    """Runs the experiments of a grid, in chunks, in every iteration of the loops around a site."""
+
+    shape: tuple[int, ...]  # of the grid
+    batch_size: int
+    tick: Callable[[int], None]
+
+    def __call__(self, lengths: Sequence[int], cell: Cell) -> Any:
+        if not lengths:
+            return self._experiments(cell, ())
+        indices = jnp.unravel_index(jnp.arange(math.prod(lengths)), tuple(lengths))
+        results = lax.map(lambda index: self._experiments(cell, index), tuple(indices))
+        return jax.tree.map(lambda x: x.reshape(*lengths, *x.shape[1:]), results)
+
+    def _experiments(self, cell: Cell, index: Index) -> Any:
+        size = math.prod(self.shape)
+        chunks = -(-size // self.batch_size)
+        count = -(-size // max(chunks, 1))  # chunks of one size; the last row may be repeated
+
+        def chunk(number: Any) -> Any:
+            rows = jnp.minimum(number * count + jnp.arange(count), size - 1)
+            results = jax.vmap(lambda row: cell(index, row))(rows)
+            self.tick(count)
+            return results
+
+        results = lax.map(chunk, jnp.arange(chunks))
+
+        def flat(x: Any) -> Any:
+            return x.reshape(-1, *x.shape[2:])[:size].reshape(*self.shape, *x.shape[2:])
+
+        return jax.tree.map(flat, results)

@@ -1,0 +1,184 @@
+"""Running a program on from its sites, again and again: what comes before is evaluated once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.extend.core import Jaxpr
+
+from . import _compat
+from ._edit_nodes import At, Chain, Edit, Loop
+from ._entry import Entry
+from ._interpreter import Actions, Env, Inside, Replay, Step
+from ._markers import SowEffect
+
+Index = tuple[Any, ...]  # an iteration of the loops around a site, outermost first
+Cell = Callable[[Index, Any], Any]  # the result for an iteration and an experiment's number
+Rest = Callable[[Sequence[Any]], Any]  # what follows the outputs of an equation
+
+
+class Target(NamedTuple):
+    """A site to edit in each of its iterations, in each of some experiments."""
+
+    key: str
+    edit: Callable[[Index, Any], Edit]  # for an iteration and an experiment's number
+
+
+Targets = dict[int, Target]  # by the position of their entries
+
+
+class Forks(NamedTuple):
+    """The evaluation of a program and, for each target, of what comes after it.
+
+    `over_cells(lengths, cell)` has the results of all iterations of loops of these lengths and all
+    experiments, stacked.
+    """
+
+    replay: Replay
+    over_cells: Callable[[Sequence[int], Cell], Any]
+
+    def run(
+        self, jaxpr: Jaxpr, args: Sequence[Any], targets: Targets, live: Sequence[bool], rest: Rest
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The outputs of `jaxpr`, and for each target all results of `rest` of them."""
+        env = Env(jaxpr, args)
+        count = len(self.replay.walk.entries(jaxpr))
+        kept = [_KEPT if position in targets else None for position in range(count)]
+        steps = self.replay.steps(jaxpr, kept, live)
+        results: dict[str, Any] = {}
+        for number, step in enumerate(steps):
+            here = {
+                position - step.first: target
+                for position, target in targets.items()
+                if 0 <= position - step.first < len(step.entries)
+            }
+            if not here:
+                self.replay.advance(step, env, ())
+                continue
+            following = _Following(self.replay, env.copy(), steps[number:], live, rest)
+            outs, new = self._open(step, env.invals(step.eqn), here, following)
+            env.write(step.eqn, outs)
+            results.update(new)
+        return env.outs(live), results
+
+    def _open(self, step: Step, invals: list[Any], targets: Targets, rest: Rest):
+        if _is_plain_jit(step):
+            jaxpr = _compat.jit_params(step.eqn).jaxpr
+            return self.run(jaxpr, invals, targets, step.live, rest)
+        if _is_forward_scan(step):
+            return self._scan(step, invals, targets, rest)
+        results = {}
+        for position, target in targets.items():
+            loops = _lengths(step.entries[position])
+
+            def cell(index: Index, number: Any, position=position, target=target) -> Any:
+                edit = target.edit(index, number)
+                edit = At((None,) * len(index), index, edit) if index else edit
+                actions = _only(step, position, edit)
+                return rest(self._evaluate(step, invals, actions))
+
+            results[target.key] = self.over_cells(loops, cell)
+        return self._evaluate(step, invals, (None,) * len(step.entries)), results
+
+    def _evaluate(self, step: Step, invals: list[Any], actions: Actions) -> list[Any]:
+        inside = Inside(self.replay, step.entries, actions, (), step.live)
+        return self.replay.evaluate(step.eqn, invals, inside).outs
+
+    def _scan(self, step: Step, invals: list[Any], targets: Targets, rest: Rest):
+        """Each experiment starts in the iteration that it edits, from the plain run's carry."""
+        params = _compat.scan_params(step.eqn)
+        first, last = params.num_consts, params.num_consts + params.num_carry
+        consts, carry, xs = invals[:first], invals[first:last], invals[last:]
+        live = (*(True,) * params.num_carry, *step.live[params.num_carry :])
+        nothing = (None,) * len(step.entries)
+
+        def iterate(carry, x, i, actions):
+            loops = (Loop(i, params.length),)
+            args = [*consts, *carry, *x]
+            outs = self.replay.run(params.jaxpr, args, actions, loops, live).outs
+            return outs[: params.num_carry], outs[params.num_carry :]
+
+        def plain(carry, x):
+            after, ys = iterate(carry, x, 0, nothing)
+            return after, (carry, ys)
+
+        final, (carries, ys) = lax.scan(plain, carry, xs, length=params.length, **params.options)
+
+        def cell_of(position: int, target: Target) -> Cell:
+            def cell(index: Index, number: Any) -> Any:
+                start, *inner = index
+                edit = target.edit(index, number)
+                if inner:
+                    edit = At((..., *(None,) * len(inner)), (None, *inner), edit)
+                actions = _only(step, position, edit)
+                carry, new = iterate(_at(carries, start), _at(xs, start), start, actions)
+
+                def following(i, state):
+                    carry, ys = state
+                    carry, new = iterate(carry, _at(xs, i), i, nothing)
+                    return carry, _set(ys, i, new)
+
+                state = (carry, _set(ys, start, new))
+                carry, edited = lax.fori_loop(start + 1, params.length, following, state)
+                return rest([*carry, *edited])
+
+            return cell
+
+        return [*final, *ys], {
+            target.key: self.over_cells(_lengths(step.entries[p]), cell_of(p, target))
+            for p, target in targets.items()
+        }
+
+
+class _Following(NamedTuple):
+    """The evaluation of what follows an equation."""
+
+    replay: Replay
+    env: Env  # before the equation
+    steps: Sequence[Step]  # from the equation on
+    live: Sequence[bool]
+    rest: Rest
+
+    def __call__(self, outs: Sequence[Any]) -> Any:
+        env = self.env.copy()
+        step, *later = self.steps
+        env.write(step.eqn, outs)
+        for step in later:
+            self.replay.advance(step, env, ())
+        return self.rest(env.outs(self.live))
+
+
+_KEPT = Chain(())  # stands for an edit
+
+
+def _only(step: Step, position: int, edit: Edit) -> Actions:
+    return [edit if i == position else None for i in range(len(step.entries))]
+
+
+def _lengths(entry: Entry) -> tuple[int, ...]:
+    return tuple(length for length in entry.loops if length is not None)
+
+
+def _is_plain_jit(step: Step) -> bool:
+    if step.eqn.primitive.name not in ("jit", "pjit"):
+        return False
+    params = _compat.jit_params(step.eqn)
+    return not any(s is not None for s in (*params.in_shardings, *params.out_shardings))
+
+
+def _is_forward_scan(step: Step) -> bool:
+    if step.eqn.primitive.name != "scan":
+        return False
+    params = _compat.scan_params(step.eqn)
+    effects = any(not isinstance(e, SowEffect) for e in step.eqn.effects)
+    lowered = not any(_compat.is_hi_type(v.aval) for v in step.eqn.invars)
+    return lowered and not effects and not params.options["reverse"]
+
+
+def _at(stacked: Any, i: Any) -> Any:
+    return jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, i, keepdims=False), stacked)
+
+
+def _set(stacked: Any, i: Any, new: Any) -> Any:
+    return jax.tree.map(lambda v, n: lax.dynamic_update_index_in_dim(v, n, i, 0), stacked, new)
