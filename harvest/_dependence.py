@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from . import _compat
-from ._markers import Mark, SowEffect
+from ._markers import Mark, SowEffect, Tag
 
 
 def varying(jaxpr: Jaxpr, inputs: Sequence[bool]) -> tuple[list[bool], list[bool]]:
@@ -24,9 +24,14 @@ def varying(jaxpr: Jaxpr, inputs: Sequence[bool]) -> tuple[list[bool], list[bool
 
 
 def _through(eqn: JaxprEqn, into: list[bool]) -> tuple[list[bool], bool]:
+    marker = _compat.hi_prim(eqn)
+    if isinstance(marker, Tag):
+        return into, any(into)
     inner = list(_compat.jaxprs_in(eqn.params))
-    if not inner or isinstance(_compat.hi_prim(eqn), Mark):
-        return [any(into)] * len(eqn.outvars), any(into)
+    if not inner or isinstance(marker, Mark):
+        # Several outputs may each depend on an input of its own.
+        surely = any(into) if len(eqn.outvars) < 2 else all(into)
+        return [surely] * len(eqn.outvars), any(into)
     outs, sites = [any(into)] * len(eqn.outvars), True
     for jaxpr in inner:
         # The last inputs of an equation are those of its jaxprs: before them may be an index.

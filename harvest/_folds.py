@@ -327,6 +327,8 @@ class EveryFold(Fold):
         return _each(lambda a: _compat.zeros(_types.stacked(a, size)), aval)
 
     def update(self, state, value, index):
+        if not math.prod(self.lengths):
+            return state
         step = flat_index(index, self.lengths)
         # Iterations between are written to where there is nothing.
         where = jnp.where(step % self.n == 0, step // self.n, jnp.iinfo(jnp.int32).max)

@@ -56,11 +56,12 @@ def per_example(value: Any) -> PerExample:
 class Grid(eqx.Module):
     """Named axes; an experiment for each combination."""
 
-    axes: dict[str, Any]
+    names: tuple[str, ...] = eqx.field(static=True)  # in the order that the user gave
+    axes: tuple[Any, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(_length(axis, name) for name, axis in self.axes.items())
+        return tuple(map(_length, self.axes, self.names))
 
     @property
     def size(self) -> int:
@@ -69,10 +70,7 @@ class Grid(eqx.Module):
     def row(self, number: Any) -> Any:
         """What an edit gets, for the experiment of this number, a traced integer."""
         indices = jnp.unravel_index(number, self.shape)
-        return {
-            name: jax.tree.map(lambda a: a[i], axis)  # noqa: B023
-            for (name, axis), i in zip(self.axes.items(), indices, strict=True)
-        }
+        return dict(zip(self.names, map(_item, self.axes, indices), strict=True))
 
 
 class Rows(eqx.Module):
@@ -89,7 +87,7 @@ class Rows(eqx.Module):
         return self.shape[0]
 
     def row(self, number: Any) -> Any:
-        return jax.tree.map(lambda a: a[number], self.rows)
+        return _item(self.rows, number)
 
 
 class NoGrid(eqx.Module):
@@ -131,7 +129,7 @@ def grid(**axes: Any) -> Grid:
     """
     if not axes:
         raise SelectError("`grid` got no axes; wanted arrays, as in `grid(pos=jnp.arange(14))`")
-    made = Grid({name: jax.tree.map(_as_array, axis) for name, axis in axes.items()})
+    made = Grid(tuple(axes), jax.tree.map(_as_array, tuple(axes.values())))
     made.shape  # noqa: B018  checks it
     return made
 
@@ -143,6 +141,10 @@ def as_grid(given: Any) -> Grid | Rows | NoGrid:
     made = Rows(jax.tree.map(_as_array, given))
     made.shape  # noqa: B018  checks it
     return made
+
+
+def _item(axis: Any, number: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[number], axis)
 
 
 def _as_array(leaf: Any) -> Any:

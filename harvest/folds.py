@@ -237,8 +237,9 @@ def histogram(bins: Any) -> Fold:
     - [`harvest.SelectError`][]: `bins` is not an array of at least two edges (a number of bins
         would need the range before the first value is seen).
     """
-    is_edges = not isinstance(bins, int) and jnp.ndim(bins) == 1 and jnp.size(bins) >= 2
-    if not is_edges:
+    if isinstance(bins, list | tuple):
+        bins = jnp.asarray(bins)
+    if not is_array(bins) or bins.ndim != 1 or bins.size < 2:
         raise SelectError(
             f"`folds.histogram` got {_types.describe(bins)}; wanted the edges of the bins, as "
             "`jnp.linspace(-5, 5, 101)`"

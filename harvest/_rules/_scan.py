@@ -66,7 +66,8 @@ def _steps(params, loop, inside, inputs):
         return None
     wanted = loop.wanted()
     effects = any(not isinstance(e, SowEffect) for e in params.jaxpr.effects)
-    whole = effects and inside.replay.effects
+    # If somebody else may collect or plant in it, the loop is to look as it is.
+    whole = inside.replay.effects and (effects or inside.replay.marks)
     if (
         wanted is None
         or whole

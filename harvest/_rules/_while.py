@@ -11,7 +11,7 @@ from jax import lax
 from .. import _compat
 from .._dependence import varying
 from .._edit_nodes import Loop
-from .._entry import PREDICATE
+from .._entry import BATCHED_WHILE, PREDICATE
 from .._reading import LoopSlots
 from .._rule import register_rule
 
@@ -28,7 +28,7 @@ class While:
             spans = zip(
                 walk.spans(params.body_jaxpr), varying(params.body_jaxpr, carried)[1], strict=True
             )
-            body = [e.in_lanes(params.lanes, varies) for span, varies in spans for e in span]
+            body = [_in_lanes(e, params.lanes, varies) for span, varies in spans for e in span]
         return [*(e.block(PREDICATE) for e in predicate), *(e.looped(None) for e in body)]
 
     def rebuild(self, eqn, invals, inside):
@@ -57,7 +57,7 @@ class While:
             new, _ = loop.split(reads)
             if params.lanes:
                 runs = predicate(state)
-                outs = [_in_lanes(runs, o, c) for o, c in zip(outs, carry, strict=True)]
+                outs = [_where(runs, o, c) for o, c in zip(outs, carry, strict=True)]
                 new = loop.masked(runs, new, states)
             return outs, new, step if step is None else step + 1
 
@@ -68,6 +68,14 @@ class While:
         return carry, loop.merged(states, ())
 
 
-def _in_lanes(runs, new, old):
+def _in_lanes(entry, lanes, varies):
+    """A site of the body as seen from outside a loop whose predicate has these axes."""
+    if entry.readable and any(inner.lanes for inner, _ in entry.innermost()):
+        # Those of an inner loop may be the axes of another `vmap`.
+        return entry.block(BATCHED_WHILE)
+    return entry.in_lanes(lanes, varies)
+
+
+def _where(runs, new, old):
     mask = jnp.expand_dims(runs, tuple(range(runs.ndim, jnp.ndim(new))))
     return jnp.where(mask, new, old)
