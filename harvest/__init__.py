@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from . import _rules as _rules
+from . import debug as debug
 from . import folds as folds
 from . import internal as internal
 from ._attribute import attribute as attribute
@@ -65,6 +66,7 @@ __all__ = [
     "attribute",
     "capture",
     "chain",
+    "debug",
     "each",
     "folds",
     "grad",

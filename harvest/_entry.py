@@ -1,7 +1,7 @@
 """A site as seen from the program around it, before anything runs."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -156,3 +156,19 @@ class Entry:
         for branch in self.branches:
             if branch is not None:
                 yield from branch.innermost((*outer, *self.around))
+
+
+def united_rows(branches: Sequence[Sequence[Entry]]) -> list[list[int | None]]:
+    """A row for each site of a `cond`, in call order: its position in each of the branches.
+
+    The i-th sites of one key in the branches are one site.
+    """
+    rows: dict[tuple, list[int | None]] = {}
+    for number, entries in enumerate(branches):
+        seen: dict[tuple, int] = {}
+        for position, entry in enumerate(entries):
+            key = (entry.readable, entry.key)
+            seen[key] = seen.get(key, 0) + 1
+            row = rows.setdefault((*key, seen[key]), [None] * len(branches))
+            row[number] = position
+    return list(rows.values())

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -247,46 +247,48 @@ def _part(reducer: Any, entry: Entry) -> Part:
 
 def _folded(fold: Fold, entry: Entry) -> Folded:
     with _located(entry.describe()):
-        rows = [(inner, *fold.within(loops), loops) for inner, loops in entry.innermost()]
-    first, bound, levels, _ = rows[0]
+        rows = [(inner, loops, *fold.within(loops)) for inner, loops in entry.innermost()]
+        states = [Packed.pack(bound.init(site_of(inner, 0).aval)) for inner, _, bound, _ in rows]
+    first, _, bound, levels = rows[0]
+    kept = [_kept(inner, loops, levels) for inner, loops, _, levels in rows]
     # Where the branches of a `cond` have loops of their own, these can only be folded.
-    alike = all(row[2] == levels for row in rows)
-    stacked = [_stacked(row[2], row[3]) for row in rows]
-    for (other, also, *_), lengths in zip(rows, stacked, strict=True):
+    alike = all(row[3] == levels for row in rows)
+    for (_, _, also, _), sizes, state in zip(rows, kept, states, strict=True):
         same = jax.tree.structure(also) == jax.tree.structure(bound)
-        fits = lengths == stacked[0] and (alike or not lengths)
-        if not (same and fits and _same_values(first, other)):
+        fits = sizes == kept[0] and (alike or sizes.stacked == ())
+        if not (same and fits and _same_types(state, states[0])):
             raise SelectError(
                 f"a fold needs values of one type, and the branches of the `cond` around "
                 f"{entry.describe()} sow it with different types or in different loops; sow it "
                 "under two names"
             )
-    lengths = [n for n in stacked[0] if n is not None]
-    if len(lengths) < len(stacked[0]):
+    if None in kept[0].stacked:
         raise SelectError(
             f"a fold has to fold a `while_loop`, whose length is not known, for {entry.describe()}"
         )
-    batch = batch_sizes(first.marker.in_avals, first.marker.positions)
-    kept = (*lengths, *first.lanes, *batch)
-    with _located(entry.describe()):
-        state = Packed.pack(bound.init(site_of(first, 0).aval))
-    leaves = [_broadcast(leaf, kept) for leaf in state.leaves]
-    slot = Slot(Packed(leaves, state.structure), jnp.zeros(kept, jnp.int32))
-    return Folded(bound, slot, levels if alike else None, len(kept), first.lanes)
+    sizes = (*(n for n in kept[0].stacked if n is not None), *kept[0].batch)
+    leaves = [_broadcast(leaf, sizes) for leaf in states[0].leaves]
+    slot = Slot(Packed(leaves, states[0].structure), jnp.zeros(sizes, jnp.int32))
+    return Folded(bound, slot, levels if alike else None, len(sizes), first.lanes)
 
 
-def _stacked(levels: Sequence[Level], loops: Sequence[int | None]) -> list[int | None]:
-    """The lengths of the loops that stack the results of a fold."""
-    return [n for n, level in zip(loops, levels, strict=True) if not level.folded]
+class _Kept(NamedTuple):
+    """The axes that the results of a fold have in front."""
+
+    stacked: tuple[int | None, ...]  # of the loops that are not folded
+    batch: tuple[int, ...]
+    lanes: tuple[int, ...]
 
 
-def _same_values(a: Entry, b: Entry) -> bool:
-    """Whether two sites have values of one type, in one iteration."""
-    return (
-        a.marker.label.structure == b.marker.label.structure
-        and a.marker.positions == b.marker.positions
-        and a.lanes == b.lanes
-        and _types.same_types(list(a.marker.in_avals), list(b.marker.in_avals))
+def _kept(entry: Entry, loops: Sequence[int | None], levels: Sequence[Level]) -> _Kept:
+    stacked = tuple(n for n, level in zip(loops, levels, strict=True) if not level.folded)
+    batch = batch_sizes(entry.marker.in_avals, entry.marker.positions)
+    return _Kept(stacked, (*entry.lanes, *batch), entry.lanes)
+
+
+def _same_types(a: Packed, b: Packed) -> bool:
+    return a.structure == b.structure and _types.same_types(
+        list(map(jax.typeof, a.leaves)), list(map(jax.typeof, b.leaves))
     )
 
 

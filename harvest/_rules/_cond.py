@@ -9,7 +9,7 @@ from jax import lax
 
 from .. import _compat, _types
 from .._edit_nodes import in_branch
-from .._entry import CondSum, Entry
+from .._entry import CondSum, Entry, united_rows
 from .._reading import Folded, Reading
 from .._rule import register_rule
 
@@ -22,13 +22,13 @@ class Cond:
         branches = [walk.entries(b) for b in _compat.cond_params(eqn).branches]
         return [
             _united([None if i is None else b[i] for b, i in zip(branches, row, strict=True)])
-            for row in _rows(branches)
+            for row in united_rows(branches)
         ]
 
     def rebuild(self, eqn, invals, inside):
         params = _compat.cond_params(eqn)
         index, *operands = invals
-        rows = _rows([inside.replay.walk.entries(b) for b in params.branches])
+        rows = united_rows([inside.replay.walk.entries(b) for b in params.branches])
 
         def branch(number, jaxpr):
             return lambda *operands: _run_branch(number, jaxpr, operands, rows, inside)
@@ -44,19 +44,6 @@ class Cond:
             [_result(part, entry, index, v) for part, v in zip(action.parts, values, strict=True)]
             for (action, entry), values in zip(read, reads, strict=True)
         ]
-
-
-def _rows(branches: Sequence[Sequence[Entry]]) -> list[list[int | None]]:
-    """A row for each site of the `cond`, in call order: its position in each of the branches."""
-    rows: dict[tuple, list[int | None]] = {}
-    for number, entries in enumerate(branches):
-        seen: dict[tuple, int] = {}
-        for position, entry in enumerate(entries):
-            key = (entry.readable, entry.key)
-            seen[key] = seen.get(key, 0) + 1
-            row = rows.setdefault((*key, seen[key]), [None] * len(branches))
-            row[number] = position
-    return list(rows.values())
 
 
 def _united(row: Sequence[Entry | None]) -> Entry:

@@ -1,0 +1,134 @@
+"""Finding faults: where the first NaN is."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import _compat
+from ._entry import Entry
+from ._errors import UnsupportedError
+from ._interpreter import Replay
+from ._plan import plan_reads, resolve
+from ._report import Fault as Fault
+from ._report import Range as Range
+from ._report import Report as Report
+from ._report import Watched, faults
+from ._select import check_select, is_static
+from ._stage import Program, Transformed, trace_afresh
+from ._structure import is_array
+from ._upstream import Upstream
+from ._watch import Watch, stats_of
+
+__all__ = ["Fault", "Range", "Report", "nonfinite"]
+
+
+def nonfinite(
+    fn: Callable[..., Any], select: Any = None, *, infinities: bool = False
+) -> Callable[..., Report]:
+    """As `fn`, but returns which of the values it sows is the first to hold a NaN.
+
+    Unlike `jax.debug_nans`, it runs `fn` compiled, and once: each site is reduced to flags inside
+    the program, so that it can be a whole training step. In a `value_and_grad` it also sees the
+    cotangents that [`harvest.perturb`][] makes visible.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax
+        import jax.numpy as jnp
+
+        def loss(x):
+            x = harvest.perturb(x, name="x")
+            return harvest.sow(jnp.sqrt(x), name="root").sum()
+
+        x = jnp.array([0.0, 1.0])
+        assert not harvest.debug.nonfinite(loss)(x)
+        assert not harvest.debug.nonfinite(jax.value_and_grad(loss))(x)  # it is infinite at 0
+        print(harvest.debug.nonfinite(jax.value_and_grad(loss), infinities=True)(x))
+        ```
+
+    **Arguments:**
+
+    - `fn`: as for [`harvest.reap`][].
+    - `select`: the sites to watch, as for [`harvest.reap`][], without reducers.
+    - `infinities`: whether infinities are faults as well. A masked attention score is none.
+
+    **Returns:**
+
+    A function of the arguments of `fn` that returns a [`harvest.debug.Report`][] of the first site,
+    in the order in which they run, that holds a NaN: with the iteration, the example of a batch,
+    the user's line, and the ranges of the values it comes from. And of the first such cotangent.
+
+    **Raises:**
+
+    - [`harvest.UnsupportedError`][]: it is called under `jit` or another transform, where there are
+        no values yet: put it outside, around the transformed function.
+    - As [`harvest.reap`][].
+    """
+    return Nonfinite(fn, select, infinities)
+
+
+class Nonfinite(Transformed):
+    _static = ("select", "infinities")
+
+    def __init__(self, fn: Callable[..., Any], select: Any, infinities: bool):
+        super().__init__(fn, "debug.nonfinite")
+        self.select, self.infinities = check_select(select), infinities
+
+    def __call__(self, *args, **kwargs):
+        if _compat.tracing():
+            raise UnsupportedError(
+                "`debug.nonfinite` was called under `jit` or another transform, and has no values "
+                "to report on; put it outside: `debug.nonfinite(jax.jit(fn))(...)`"
+            )
+        return super().__call__(*args, **kwargs)
+
+    def _resolved(self, args, kwargs, trace):
+        if is_static(self.select) or trace is trace_afresh:
+            return self
+        program = trace("debug.nonfinite", self.fn, args, kwargs)
+        entries = program.walk.entries(program.jaxpr)
+        return self._with(select=resolve(self.select, entries, True, "debug.nonfinite"))
+
+    def _inline(self, args, kwargs, trace):
+        program = trace("debug.nonfinite", self.fn, args, kwargs)
+        entries = program.walk.entries(program.jaxpr)
+        pairs = [(self.select, Watch(self.infinities))]
+        plan = plan_reads(entries, pairs, "append", "debug.nonfinite")
+        dead = (False,) * len(program.jaxpr.outvars)
+        replay = Replay(program.walk, marks=False)
+        _, reads = replay.run(program.jaxpr, program.leaves, plan.actions, (), dead)
+        found = [
+            reading.result(entry, read)
+            for (entry, reading), read in zip(plan.reads, reads, strict=True)
+        ]
+        watched = _watched(program, entries, plan.actions)
+        used = {-1 - s for site in watched for s in site.sources if s < 0}
+        arguments = {i: stats_of(program.leaves[i]) for i in used if is_array(program.leaves[i])}
+        names = {i: program.name(i) for i in arguments}
+        return (watched, found, arguments, names), plan.warnings
+
+    def _finish(self, value):
+        watched, found, arguments, names = value
+        found = [jax.tree.map(np.asarray, site) for site in found]
+        return Report(faults(watched, found, arguments, names), len(watched))
+
+
+def _watched(program: Program, entries: Sequence[Entry], actions: Any) -> tuple[Watched, ...]:
+    upstream = Upstream(program.walk, program.jaxpr)
+    return tuple(
+        Watched(
+            position,
+            entry.key,
+            entry.marker.label.kind,
+            entry.source,
+            tuple(length is not None for length in next(entry.innermost())[1]),
+            upstream.paths[position],
+            upstream.sources[position],
+        )
+        for position, (entry, action) in enumerate(zip(entries, actions, strict=True))
+        if action is not None
+    )
