@@ -14,15 +14,15 @@ import harvest
 LAYERS, HEADS, TOKENS, SIZE = 12, 4, 32, 64
 
 
-def parameters(seed: int = 0) -> dict[str, jax.Array]:
+def parameters(seed: int = 0, size: int = SIZE) -> dict[str, jax.Array]:
     keys = jax.random.split(jax.random.key(seed), 6)
     shapes = {
-        "q": (SIZE, SIZE),
-        "k": (SIZE, SIZE),
-        "v": (SIZE, SIZE),
-        "o": (SIZE, SIZE),
-        "up": (SIZE, 4 * SIZE),
-        "down": (4 * SIZE, SIZE),
+        "q": (size, size),
+        "k": (size, size),
+        "v": (size, size),
+        "o": (size, size),
+        "up": (size, 4 * size),
+        "down": (4 * size, size),
     }
     return {
         name: jax.random.normal(key, (LAYERS, *shape)) / math.sqrt(shape[0])
@@ -30,19 +30,20 @@ def parameters(seed: int = 0) -> dict[str, jax.Array]:
     }
 
 
-def tokens(seed: int = 1) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), (TOKENS, SIZE))
+def tokens(seed: int = 1, size: int = SIZE) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (TOKENS, size))
 
 
 def layer(weights: dict[str, jax.Array], x: jax.Array, see: Callable[[Any, str], Any]):
     """One layer; `see(value, name)` is what happens to its intermediate values."""
+    size = x.shape[-1]
     split = lambda y: y.reshape(TOKENS, HEADS, -1).swapaxes(0, 1)
     h = _norm(x)
     q, k, v = (split(h @ weights[name]) for name in ("q", "k", "v"))
-    scores = q @ k.swapaxes(1, 2) / math.sqrt(SIZE // HEADS)
+    scores = q @ k.swapaxes(1, 2) / math.sqrt(size // HEADS)
     causal = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
     pattern = see(jax.nn.softmax(jnp.where(causal, scores, -1e9)), "pattern")
-    z = see((pattern @ v).swapaxes(0, 1).reshape(TOKENS, SIZE), "z")
+    z = see((pattern @ v).swapaxes(0, 1).reshape(TOKENS, size), "z")
     x = x + z @ weights["o"]
     neurons = see(jax.nn.relu(_norm(x) @ weights["up"]), "neurons")
     return see(x + neurons @ weights["down"], "resid")

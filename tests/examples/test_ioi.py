@@ -1,0 +1,84 @@
+"""A whole grid of patches of a real model, against one `plant` after the other."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import harvest
+from examples import ioi
+
+LAYERS, HEADS = 30, 9
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer):
+    return [jnp.asarray(tokenizer.encode(p).ids) for p in (ioi.CLEAN, ioi.CORRUPTED)]
+
+
+@pytest.fixture(scope="module")
+def metric(tokenizer):
+    (answer,), (wrong,) = (tokenizer.encode(word).ids for word in (ioi.ANSWER, ioi.WRONG))
+
+    def logit_difference(model, tokens):
+        logits = model(tokens)[-1]
+        return logits[answer] - logits[wrong]
+
+    return logit_difference
+
+
+@pytest.fixture(scope="module")
+def acts(model, metric, prompts):
+    return harvest.reap(metric, ["resid_post", "z"])(model, prompts[0])
+
+
+def test_a_sweep_is_a_loop_of_plants(model, metric, prompts, acts):
+    clean, corrupted = prompts
+    traces = 0
+
+    def counted(model, tokens):
+        nonlocal traces
+        traces += 1
+        return metric(model, tokens)
+
+    source = {"resid_post": acts["resid_post"]}
+    grid = harvest.grid(position=jnp.arange(len(clean)))
+    swept = harvest.sweep(counted, source, ioi.at_position, grid)(model, corrupted)["resid_post"]
+    assert swept.shape == (LAYERS, 14) and traces == 1
+
+    @eqx.filter_jit
+    def patched(model, layer, position):
+        row = {"position": position}
+        clean = acts["resid_post"][layer]
+        edit = harvest.at(layer, lambda resid: ioi.at_position(resid, clean, row))
+        return harvest.plant(metric, {"resid_post": edit})(model, corrupted)
+
+    one_by_one = [
+        [patched(model, jnp.asarray(layer), jnp.asarray(p)) for p in range(14)]
+        for layer in range(LAYERS)
+    ]
+    np.testing.assert_allclose(swept, np.asarray(one_by_one), atol=1e-4)
+
+
+def test_attribution_agrees_with_patching_over_the_heads(model, metric, prompts, acts):
+    args = {"z": acts["z"]}, ioi.at_head, harvest.grid(head=jnp.arange(HEADS))
+    exact = harvest.sweep(metric, *args)(model, prompts[1])["z"]
+    estimate = harvest.attribute(metric, *args)(model, prompts[1])["z"]
+    assert exact.shape == estimate.shape == (LAYERS, HEADS)
+    assert np.corrcoef(exact.ravel(), estimate.ravel())[0, 1] > 0.9
+
+
+def test_an_estimate_is_the_gradient_times_the_change(model, metric, prompts, acts):
+    corrupted = prompts[1]
+    args = {"z": acts["z"]}, ioi.at_head, harvest.grid(head=jnp.arange(HEADS))
+    estimate = harvest.attribute(metric, *args)(model, corrupted)["z"]
+
+    @eqx.filter_jit
+    def by_hand(model, t):
+        """`t` of the way from the corrupted output of head 17.4 to the clean one."""
+        towards = lambda z: z.at[:, 4].add(t * (acts["z"][17] - z)[:, 4])
+        return harvest.plant(metric, {"z": harvest.at(17, towards)})(model, corrupted)
+
+    slope = jax.jvp(lambda t: by_hand(model, t), (0.0,), (1.0,))[1]
+    np.testing.assert_allclose(estimate[17, 4], metric(model, corrupted) + slope, rtol=1e-4)
