@@ -13,7 +13,7 @@ from ._experiments import Cells, Experiment, Experiments
 from ._fit import known
 from ._fork import Cell
 from ._grad import DifferentiatedSite, backward_pass, value_and_aux
-from ._plan import plan_probes, with_reads
+from ._plan_probes import plan_probes, with_reads
 
 
 def attribute(
@@ -76,16 +76,17 @@ class Attribute(Experiments):
         split = functools.partial(value_and_aux, what="attribute")
         done = backward_pass(program, plan, sites, {}, split)
         cells = Cells(self.grid.shape, self.batch_size, lambda count: None)
+        zero = jnp.zeros_like(done.value)
         results = []
         for experiment, values, grads in zip(experiments, done.reads, done.cts, strict=True):
-            cell = _estimate(experiment, values, grads)
-            change = cells(known(experiment.entry.loops), cell)
-            results.append((experiment.entry.key, done.value + change))
+            lengths = known(experiment.entry.loops)
+            cell = _estimate(experiment, values, grads, zero) if all(lengths) else lambda *_: zero
+            results.append((experiment.entry.key, done.value + cells(lengths, cell)))
         return results, plan.warnings
 
 
-def _estimate(experiment: Experiment, values: list[Any], grads: list[Any]) -> Cell:
-    """What an edit changes, times the gradient."""
+def _estimate(experiment: Experiment, values: list[Any], grads: list[Any], zero: Any) -> Cell:
+    """What an edit changes, times the gradient, as a sum that starts with `zero`."""
     entry = experiment.entry
     marker, lengths = entry.marker, known(entry.loops)
 
@@ -96,10 +97,11 @@ def _estimate(experiment: Experiment, values: list[Any], grads: list[Any]) -> Ce
         before = _types.axes_from_front(here, marker.positions)
         after = apply_edit(edit, marker, before, loops, entry.describe())
         edited = _types.axes_to_front(after, marker.positions)
-        return sum(
-            jnp.sum((new - old) * grad[index]).real
+        changes = (
+            jnp.sum((new - old) * grad[index]).real.astype(zero.dtype)
             for new, old, grad in zip(edited, here, grads, strict=True)
             if grad is not None
         )
+        return sum(changes, zero)
 
     return cell

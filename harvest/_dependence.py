@@ -32,6 +32,8 @@ def _through(eqn: JaxprEqn, into: list[bool]) -> tuple[list[bool], bool]:
         # Several outputs may each depend on an input of its own.
         surely = any(into) if len(eqn.outvars) < 2 else all(into)
         return [surely] * len(eqn.outvars), any(into)
+    if _compat.primitive_name(eqn) == "while":
+        return _through_while(_compat.while_params(eqn), into)
     outs, sites = [any(into)] * len(eqn.outvars), True
     for jaxpr in inner:
         # The last inputs of an equation are those of its jaxprs: before them may be an index.
@@ -42,6 +44,14 @@ def _through(eqn: JaxprEqn, into: list[bool]) -> tuple[list[bool], bool]:
         outs = [a and b for a, b in zip(outs, these, strict=True)]
         sites = sites and all(equations_with_sites(jaxpr, equations))
     return outs, sites
+
+
+def _through_while(params: _compat.WhileParams, into: list[bool]) -> tuple[list[bool], bool]:
+    body = params.body_jaxpr
+    outs, equations = varying(body, into[params.cond_consts :])
+    carry = into[len(into) - len(outs) :]
+    outs = [a or b for a, b in zip(carry, outs, strict=True)]
+    return outs, all(equations_with_sites(body, equations))
 
 
 def equations_with_sites(jaxpr: Jaxpr, equations: Sequence[bool]) -> list[bool]:

@@ -1,5 +1,6 @@
 """What `sweep` and `attribute` have in common: sites, edits and sources, and their experiments."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,18 +8,21 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from . import _types
-from ._edit_nodes import Call, Each, Edit
+from ._batching import Positions, batch_sizes
+from ._edit_nodes import At, Call, Each, Edit
 from ._edits import as_edit
 from ._entry import Entry
 from ._errors import PlantError, SelectError, UnsupportedError
 from ._fit import known
 from ._fork import Cell, Index
 from ._grid import NoGrid, PerExample, as_grid
-from ._plan import is_sum, plantable, resolve_keys
-from ._select import check_select, is_static, matches
+from ._plan import resolve_keys
+from ._plan_probes import is_sum, plantable
+from ._select import check_found, check_select, is_static, matches
 from ._site import Site
 from ._stage import Transformed, trace_afresh
 from ._structure import Structure, is_array
@@ -44,6 +48,11 @@ class Experiments(Transformed):
         if not isinstance(batch_size, int) or batch_size < 1:
             raise SelectError(f"`batch_size` got {batch_size!r}; wanted a positive int")
         has_values = isinstance(source, Mapping)
+        if has_values and not all(isinstance(key, str) for key in source):
+            raise SelectError(
+                f"`source` got a dict with the keys {list(source)}; wanted the keys of sites, as "
+                "`reap` returns them"
+            )
         self.select = check_select(tuple(source) if has_values else source, "source")
         self.source = tuple(source.values()) if has_values else None
         edits = edit if isinstance(edit, Mapping) else {None: edit}
@@ -65,12 +74,17 @@ class Experiments(Transformed):
 
     def _experiments(self, entries: Sequence[Entry]) -> list[Experiment]:
         """The selected sites of a program, in call order."""
+        rows = plantable(entries, self.select, self._what)
+        keys = {entry.key: entry.source for entry in entries}
+        check_found(self.edit_keys, keys, "edit")
         return [
-            Experiment(position, entry, self._edit(entry, site))
-            for position, entry, site in plantable(entries, self.select, self._what)
+            Experiment(position, entry, self._edit(entry, site, keys))
+            for position, entry, site in rows
         ]
 
-    def _edit(self, entry: Entry, site: Site) -> Callable[[Index, Any], Edit]:
+    def _edit(
+        self, entry: Entry, site: Site, keys: Mapping[str, str]
+    ) -> Callable[[Index, Any], Edit]:
         if is_sum(entry):
             raise UnsupportedError(
                 f"`{self._what}`: {entry.describe()} is in a `cond` whose branches sow it with "
@@ -79,7 +93,7 @@ class Experiments(Transformed):
         matching = [
             edit
             for key, edit in zip(self.edit_keys, self.edits, strict=True)
-            if matches(key, site, {site.key: site.source})
+            if matches(key, site, keys)
         ]
         if not matching:
             raise SelectError(f"`{self._what}`: nothing in `edit` matches {entry.describe()}")
@@ -88,7 +102,9 @@ class Experiments(Transformed):
             return lambda index, number: edit
 
         def edit_at(index: Index, number: Any) -> Edit:
-            here = jax.tree.map(lambda leaf: leaf[index] if is_array(leaf) else leaf, source)
+            # Numpy arrays take no traced index.
+            item = lambda leaf: jnp.asarray(leaf)[index] if is_array(leaf) else leaf
+            here = jax.tree.map(item, source)
             row = () if isinstance(self.grid, NoGrid) else (self.grid.row(number),)
             return Swept(edit.fn, here, row)
 
@@ -97,6 +113,11 @@ class Experiments(Transformed):
     def _source_of(self, entry: Entry) -> tuple[Any, ...]:
         if self.source is None:
             return ()
+        if entry.key not in self.select:
+            raise SelectError(
+                f"`source` has the keys {list(self.select)}, and none for {entry.describe()}; "
+                "wanted the keys of sites, as `reap` returns them"
+            )
         value = self.source[self.select.index(entry.key)]
         loops = known(entry.loops)
         for leaf in filter(is_array, jax.tree.leaves(value)):
@@ -114,27 +135,32 @@ def _checked_edit(edit: Any) -> Edit:
             f"`edit` got {edit!r} of type `{type(edit).__name__}`; wanted a function of a value, "
             "its source and a row, an edit, or a mapping from selections to these"
         )
-    nodes = jax.tree.leaves(edit, is_leaf=lambda node: isinstance(node, Each))
-    if any(isinstance(node, Each) for node in nodes):
-        raise PlantError(
-            "`edit` got `harvest.each`, and only one iteration is edited at a time; pass what "
-            "differs as `source`, with the loop axes in front"
-        )
+    for node in jax.tree.leaves(edit, is_leaf=lambda node: isinstance(node, At | Each)):
+        if isinstance(node, At | Each):
+            raise PlantError(
+                f"`edit` got `harvest.{type(node).__name__.lower()}`, and each iteration is edited "
+                "in a run of its own; pass what differs between them as `source`, with the loop "
+                "axes in front"
+            )
     return as_edit(edit)
 
 
-class Swept(Edit):
+class Swept(Call):
     """The user's edit, with what it needs of another run, and the row of an experiment."""
 
-    fn: Callable[..., Any]
     source: tuple[Any, ...]  # nothing, or one value
     row: tuple[Any, ...]  # nothing, or one row
 
     def apply(self, value, context):
         leaves, structure = Structure.flatten(self.source, is_array)
-        _, sown = Structure.flatten((value,), is_array)
+        values, sown = Structure.flatten((value,), is_array)
         alike = structure == sown  # so that its leaves have the axes of those of the value
         examples, shared = eqx.partition(self.row, _per_example(self.row))
+        sizes, own = _batch_axes(values, context.positions)
+        for leaf, wanted in zip(leaves, own if alike else [sizes] * len(leaves), strict=True):
+            _check_batch(leaf, wanted, "`source`", "iteration")
+        for leaf in jax.tree.leaves(examples):
+            _check_batch(leaf, sizes, "`per_example`", "experiment")
 
         def edited(value: Any, leaves: list[Any], examples: Any) -> Any:
             row = jax.tree.map(
@@ -146,6 +172,27 @@ class Swept(Edit):
 
         also = (context.positions,) if alike else ()
         return context.mapped(edited, also)(value, leaves, examples)
+
+
+def _batch_axes(
+    leaves: Sequence[Any], positions: Positions
+) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The sizes of the axes that `vmap` gives to a value, and of those in front of each leaf."""
+    fronted = []
+    for axes in positions:
+        numbers = itertools.count()
+        fronted.append(tuple(None if axis is None else next(numbers) for axis in axes))
+    pairs = zip(leaves, fronted, strict=True)
+    own = [leaf.shape[: len(axes) - axes.count(None)] for leaf, axes in pairs]
+    return batch_sizes(leaves, fronted), own
+
+
+def _check_batch(leaf: Any, sizes: tuple[int, ...], what: str, once: str) -> None:
+    if leaf.shape[: len(sizes)] != sizes:
+        raise PlantError(
+            f"{what} got {_types.describe(leaf)} for one {once}; wanted the axes {sizes} that "
+            "`vmap` gives to the site in front"
+        )
 
 
 def _is_per_example(node: Any) -> bool:
@@ -171,7 +218,7 @@ class Cells(NamedTuple):
     def __call__(self, lengths: Sequence[int], cell: Cell) -> Any:
         if not lengths:
             return self._experiments(cell, ())
-        indices = jnp.unravel_index(jnp.arange(math.prod(lengths)), tuple(lengths))
+        indices = jnp.asarray(np.indices(lengths).reshape(len(lengths), -1))
         results = lax.map(lambda index: self._experiments(cell, index), tuple(indices))
         return jax.tree.map(lambda x: x.reshape(*lengths, *x.shape[1:]), results)
 
@@ -189,6 +236,7 @@ class Cells(NamedTuple):
         results = lax.map(chunk, jnp.arange(chunks))
 
         def flat(x: Any) -> Any:
-            return x.reshape(-1, *x.shape[2:])[:size].reshape(*self.shape, *x.shape[2:])
+            rows = x.reshape(chunks * count, *x.shape[2:])[:size]
+            return rows.reshape(*self.shape, *x.shape[2:])
 
         return jax.tree.map(flat, results)

@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr
 from . import _compat
 from ._edit_nodes import At, Chain, Edit, Loop
 from ._entry import Entry
+from ._errors import UnsupportedError
 from ._interpreter import Actions, Env, Inside, Replay, Step
 from ._markers import SowEffect
 
@@ -56,6 +57,7 @@ class Forks(NamedTuple):
             if not here:
                 self.replay.advance(step, env, ())
                 continue
+            _check_references(steps[number:], next(iter(here.values())).key)
             following = _Following(self.replay, env.copy(), steps[number:], live, rest)
             outs, new = self._open(step, env.invals(step.eqn), here, following)
             env.write(step.eqn, outs)
@@ -66,26 +68,34 @@ class Forks(NamedTuple):
         if _is_plain_jit(step):
             jaxpr = _compat.jit_params(step.eqn).jaxpr
             return self.run(jaxpr, invals, targets, step.live, rest)
-        if _is_forward_scan(step):
-            return self._scan(step, invals, targets, rest)
+        fork = self._scan if _is_forward_scan(step) else self._masked
+        outs, cell_of = fork(step, invals, rest)
         results = {}
         for position, target in targets.items():
-            loops = _lengths(step.entries[position])
+            lengths = _lengths(step.entries[position])
+            # Without an iteration there is nothing to edit, but results have a type.
+            cell = cell_of(position, target) if all(lengths) else lambda index, number: rest(outs)
+            results[target.key] = self.over_cells(lengths, cell)
+        return outs, results
 
-            def cell(index: Index, number: Any, position=position, target=target) -> Any:
+    def _masked(self, step: Step, invals: list[Any], rest: Rest):
+        """Each experiment evaluates the whole equation, and edits one iteration."""
+
+        def cell_of(position: int, target: Target) -> Cell:
+            def cell(index: Index, number: Any) -> Any:
                 edit = target.edit(index, number)
                 edit = At((None,) * len(index), index, edit) if index else edit
-                actions = _only(step, position, edit)
-                return rest(self._evaluate(step, invals, actions))
+                return rest(self._evaluate(step, invals, _only(step, position, edit)))
 
-            results[target.key] = self.over_cells(loops, cell)
-        return self._evaluate(step, invals, (None,) * len(step.entries)), results
+            return cell
+
+        return self._evaluate(step, invals, (None,) * len(step.entries)), cell_of
 
     def _evaluate(self, step: Step, invals: list[Any], actions: Actions) -> list[Any]:
         inside = Inside(self.replay, step.entries, actions, (), step.live)
         return self.replay.evaluate(step.eqn, invals, inside).outs
 
-    def _scan(self, step: Step, invals: list[Any], targets: Targets, rest: Rest):
+    def _scan(self, step: Step, invals: list[Any], rest: Rest):
         """Each experiment starts in the iteration that it edits, from the plain run's carry."""
         params = _compat.scan_params(step.eqn)
         first, last = params.num_consts, params.num_consts + params.num_carry
@@ -125,10 +135,7 @@ class Forks(NamedTuple):
 
             return cell
 
-        return [*final, *ys], {
-            target.key: self.over_cells(_lengths(step.entries[p]), cell_of(p, target))
-            for p, target in targets.items()
-        }
+        return [*final, *ys], cell_of
 
 
 class _Following(NamedTuple):
@@ -150,6 +157,18 @@ class _Following(NamedTuple):
 
 
 _KEPT = Chain(())  # stands for an edit
+
+
+def _check_references(steps: Sequence[Step], key: str) -> None:
+    """Raise if the experiments would write to one reference."""
+    for eqn in (step.eqn for step in steps):
+        if _compat.uses_refs(eqn):
+            raise UnsupportedError(
+                f"`sweep`: behind the site {key!r} a mutable reference is used "
+                f"(`{_compat.primitive_name(eqn)}`, at {_compat.source_of(eqn.source_info)}), which "
+                "all experiments would share; return the values, or use `jax.lax.map` over "
+                "`harvest.plant`"
+            )
 
 
 def _only(step: Step, position: int, edit: Edit) -> Actions:

@@ -4,21 +4,32 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from . import _compat, _types
-from ._batching import over_examples
+from ._checks import check_mode
 from ._edit_nodes import Edit
 from ._entry import CondSum, Entry
 from ._errors import GradError
-from ._fit import known
+from ._fit import Mode, known
 from ._fold import Fold
 from ._interpreter import Replay
-from ._plan import Mode, ProbePlan, check_mode, is_sum, plan_probes, resolve
-from ._probe import ReducedProbe, as_tangent, has_derivative, probing, reducing, zeros_at
+from ._plan import resolve
+from ._plan_probes import ProbePlan, is_sum, plan_probes
+from ._probe import (
+    BRANCH,
+    ReducedProbe,
+    as_tangent,
+    has_derivative,
+    over_cotangents,
+    probing,
+    reducing,
+    zeros_at,
+)
 from ._reap import reap
 from ._select import is_static, pairs_of
 from ._sow import sow
@@ -159,16 +170,17 @@ class Grad(Transformed):
         program = trace("grad", self.fn, args, kwargs, planting=True)
         pairs = list(zip(self.select, self.reducers, strict=True))
         plan = plan_probes(program.walk.entries(program.jaxpr), pairs, self.mode, "grad")
+        plan = plan._replace(actions=[action and BRANCH for action in plan.actions])
         sites = [DifferentiatedSite.of(probed.entry, probed.reducer) for probed in plan.probed]
         places = _places(program, self.argnums, len(args))
         inputs = {p: jnp.asarray(program.leaves[p]) for tree in places for p in _positions(tree)}
         split = functools.partial(value_and_aux, has_aux=self.has_aux)
         done = backward_pass(program, plan, sites, inputs, split)
-        sums = iter(done.reads)
+        branches = iter(done.reads)
         at_sites: dict[str, list[Any]] = {}
         for site, ct in zip(sites, done.cts, strict=True):
-            read = next(sums) if is_sum(site.entry) else None
-            at_sites.setdefault(site.entry.key, []).append(site.result(ct, read))
+            branch = next(branches) if is_sum(site.entry) else None
+            at_sites.setdefault(site.entry.key, []).append(site.result(ct, branch))
         at_args = tuple(_filled(tree, done.at_inputs) for tree in places)
         result = (done.value, done.aux), (self._by_key(at_sites), at_args)
         return result, plan.warnings
@@ -213,9 +225,9 @@ def backward_pass(
 
 def value_and_aux(result: Any, has_aux: bool = False, what: str = "grad") -> tuple[Any, Any]:
     """The scalar that a function returns, and what it returns beside."""
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+    if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
         raise GradError(
-            f"`{what}(..., has_aux=True)` got a result of type `{type(result).__name__}`; wanted a "
+            f"`{what}(..., has_aux=True)` got a result of type {_types.describe(result)}; wanted a "
             "pair of a scalar and anything else"
         )
     value, aux = result if has_aux else (result, None)
@@ -237,7 +249,9 @@ def _places(program: Program, argnums: int | tuple[int, ...], count: int) -> lis
     trees = []
     for argnum in (argnums,) if isinstance(argnums, int) else argnums:
         if not isinstance(argnum, int) or not -count <= argnum < count:
-            raise GradError(f"`grad` got `argnums={argnums}` in a call with {count} arguments")
+            raise GradError(
+                f"`grad` got `argnums={argnums}` in a call with {count} positional arguments"
+            )
 
         def place(leaf: Any) -> Any:
             is_place = isinstance(leaf, Place)
@@ -274,30 +288,45 @@ class DifferentiatedSite(NamedTuple):
     """How one site is differentiated."""
 
     entry: Entry
-    reducer: Any  # of the gradient, after the backward pass
+    reducer: Any  # of the gradient
     eps: Any  # what is differentiated
     edit: Callable[[Any], Edit]  # of an `eps`
 
     @staticmethod
     def of(entry: Entry, reducer: Any) -> "DifferentiatedSite":
-        reduced = _reduced_zeros(entry, reducer)
+        fn = Together(reducer) if isinstance(reducer, tuple) else reducer
+        reduced = _reduced_zeros(entry, fn)
         if reduced is None:
             return DifferentiatedSite(
                 entry, reducer, zeros_at(entry), lambda eps: probing(entry, eps)
             )
-        make = lambda eps: ReducedProbe(reducer, eps)
-        return DifferentiatedSite(entry, None, reduced, lambda eps: probing(entry, eps, make))
+        make = lambda eps: ReducedProbe(fn, eps)
+        return DifferentiatedSite(entry, fn, reduced, lambda eps: probing(entry, eps, make))
 
-    def result(self, ct: Any, read: Any) -> Any:
+    def result(self, ct: Any, branch: Any) -> Any:
         """The gradient, from the cotangent of `eps`."""
         if isinstance(ct, Packed):
-            return ct.unflatten()
-        return _gradient(self.entry, self.entry.type, ct, read, self.reducer)
+            reduced, there_is = ct.unflatten()
+            return _where_there_is(reduced, there_is, self.entry, self.reducer)
+        if self.reducer is None:
+            return _gradient(self.entry, self.entry.type, ct, branch)
+        name = self.entry.marker.label.name
+        return reap(_sowing(self.entry), {name: self.reducer})(ct, branch)[name]
+
+
+class Together(eqx.Module):
+    """Reducers as one."""
+
+    fns: tuple[Any, ...]
+
+    def __call__(self, value):
+        return tuple(fn(value) for fn in self.fns)
 
 
 def _reduced_zeros(entry: Entry, reducer: Any) -> Packed | None:
     """Zeros of what a reducer makes of a cotangent, if that can be done in the backward pass."""
-    if not callable(reducer) or isinstance(reducer, Fold) or is_sum(entry):
+    fns = reducer.fns if isinstance(reducer, Together) else (reducer,)
+    if is_sum(entry) or not all(callable(fn) and not isinstance(fn, Fold) for fn in fns):
         return None
     marker = entry.marker
     avals = [
@@ -306,27 +335,41 @@ def _reduced_zeros(entry: Entry, reducer: Any) -> Packed | None:
     ]
     fn = reducing(reducer, marker.label.structure, marker.positions)
     packed = jax.eval_shape(fn, avals)
-    if not packed.leaves or not all(map(has_derivative, packed.leaves)):
+    if len(packed.leaves) == 1 or not all(map(has_derivative, packed.leaves)):
         return None  # a cotangent is a floating-point array
     for length in reversed(known(entry.loops)):
         packed = jax.tree.map(functools.partial(_types.stacked, length=length), packed)
     return jax.tree.map(_compat.zeros, packed)
 
 
-def _gradient(
-    entry: Entry, type: Any, ct: Any, read: Any, reducer: Any, outer: tuple[Any, ...] = ()
-) -> Any:
+def _where_there_is(reduced: Any, there_is: Any, entry: Entry, reducer: Any) -> Any:
+    """What a reducer made of cotangents, and what it makes of zeros where there was none."""
+    marker = entry.marker
+    packed = Packed.pack(reduced)
+
+    def filled() -> list[Any]:
+        zeros = [
+            _compat.zeros(_types.unbatched(aval, axes)) if has_derivative(aval) else None
+            for aval, axes in zip(marker.in_avals, marker.positions, strict=True)
+        ]
+        of_zeros = Packed.pack(reducer(as_tangent(marker.label.structure, zeros)))
+        return list(map(where, packed.leaves, of_zeros.leaves))
+
+    def where(leaf: Any, of_zeros: Any) -> Any:
+        mask = jnp.expand_dims(there_is > 0, tuple(range(there_is.ndim, leaf.ndim)))
+        return jnp.where(mask, leaf, jnp.asarray(of_zeros, leaf.dtype))
+
+    leaves = lax.cond(jnp.all(there_is > 0), lambda: packed.leaves, filled)
+    return Packed(leaves, packed.structure).unflatten()
+
+
+def _gradient(entry: Entry, type: Any, ct: Any, branch: Any) -> Any:
     """The gradient at an entry, in the form in which its value is read."""
-    around = (*outer, *entry.around)
     if entry.summed:
-        rows = zip(entry.branches or (), type.branches, ct.branches, read.branches, strict=True)
-        branches = (b and _gradient(b, t, c, r, reducer, around) for b, t, c, r in rows)
-        return CondSum(read.index, tuple(branches))
+        rows = zip(entry.branches or (), type.branches, ct.branches, branch.branches, strict=True)
+        return CondSum(branch.index, tuple(b and _gradient(b, t, c, r) for b, t, c, r in rows))
     if entry.branches is not None:
-        first = next(filter(None, entry.branches))
-        return _gradient(first, type, ct, read, reducer, around)
-    if reducer is not None:
-        return _reduced(entry, reducer, ct, len(around))
+        return _gradient(next(filter(None, entry.branches)), type, ct, branch)
     leaves = [
         np.zeros(aval.shape, jax.dtypes.float0) if leaf is None else leaf
         for aval, leaf in zip(type, ct, strict=True)
@@ -334,19 +377,31 @@ def _gradient(
     return as_tangent(entry.marker.label.structure, leaves)
 
 
-def _reduced(entry: Entry, reducer: Any, cts: Sequence[Any], loops: int) -> Any:
-    """What a reducer makes of a stacked gradient: it reads it in loops that sow its slices."""
-    label = entry.marker.label
-    live = [leaf is not None for leaf in cts]
+def _sowing(entry: Entry) -> Callable[[Any, Any], Any]:
+    """A function that sows a gradient as the program sows the value: in loops and branches."""
+    step: Callable[[Any, Any], Any]
+    if entry.summed:
+        inside = [b and _sowing(b) for b in entry.branches or ()]
 
-    def example(leaves: list[Any]) -> tuple[()]:
-        rest = iter(leaves)
-        filled = [next(rest) if has else None for has in live]
-        sow(as_tangent(label.structure, filled), name=label.name)
-        return ()
+        def switched(ct: Any, branch: Any) -> None:
+            rows = zip(inside, ct.branches, branch.branches, strict=True)
+            sows = [functools.partial(s, c, b) if s else lambda: None for s, c, b in rows]
+            lax.switch(branch.index, sows)
 
-    positions = [axes for axes, has in zip(entry.marker.positions, live, strict=True) if has]
-    step = over_examples(example, positions)
-    for _ in range(loops):
-        step = functools.partial(lax.map, step)
-    return reap(step, {label.name: reducer})([leaf for leaf in cts if leaf is not None])[label.name]
+        step = switched
+    elif entry.branches is not None:
+        step = _sowing(next(filter(None, entry.branches)))
+    else:
+        label = entry.marker.label
+
+        def example(cts: list[Any]) -> None:
+            sow(as_tangent(label.structure, cts), name=label.name)
+
+        step = lambda ct, branch: over_cotangents(example, entry.marker.positions)(ct)
+    for length in reversed(known(entry.around)):
+        step = functools.partial(_looped, step, length)
+    return step
+
+
+def _looped(step: Callable[[Any, Any], Any], length: int, ct: Any, branch: Any) -> None:
+    lax.scan(lambda _, x: (None, step(*x)), None, (ct, branch), length=length)

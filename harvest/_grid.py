@@ -144,7 +144,8 @@ def as_grid(given: Any) -> Grid | Rows | NoGrid:
 
 
 def _item(axis: Any, number: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf[number], axis)
+    # Numpy arrays take no traced index.
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[number], axis)
 
 
 def _as_array(leaf: Any) -> Any:
@@ -154,11 +155,12 @@ def _as_array(leaf: Any) -> Any:
 def _length(axis: Any, name: str | None) -> int:
     leaves = jax.tree.leaves(axis)
     lengths = {leaf.shape[0] for leaf in leaves if is_array(leaf) and leaf.ndim}
-    if len(lengths) != 1 or not all(is_array(leaf) and leaf.ndim for leaf in leaves):
+    one = len(lengths) == 1 and lengths != {0}
+    if not one or not all(is_array(leaf) and leaf.ndim for leaf in leaves):
         what = "a grid" if name is None else f"the axis {name!r} of a grid"
         got = ", ".join(map(_types.describe, leaves)) or "nothing"
         raise SelectError(
-            f"{what} got {got}; wanted arrays with a leading axis of one length: one item for each "
-            "experiment"
+            f"{what} got {got}; wanted arrays with a leading axis of one length, not empty: one "
+            "item for each experiment"
         )
     return lengths.pop()

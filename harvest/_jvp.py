@@ -7,11 +7,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from ._checks import check_mode
 from ._edit_nodes import split_arrays
 from ._entry import CondSum
 from ._errors import PlantError
+from ._fit import Mode
 from ._interpreter import Replay
-from ._plan import Mode, check_mode, plan_plants, plan_reads, resolve
+from ._plan import plan_reads, resolve
+from ._plan_plants import plan_plants
 from ._probe import Push, as_tangent
 from ._reap import collected
 from ._select import check_select, is_static, pairs_of

@@ -8,11 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._checks import check_mode
 from ._edit_nodes import Edit
 from ._entry import Entry
 from ._errors import PlantError
+from ._fit import Mode
 from ._interpreter import Replay
-from ._plan import Mode, check_mode, plan_plants, resolve_keys
+from ._plan import resolve_keys
+from ._plan_plants import plan_plants
 from ._select import check_select, is_static
 from ._stage import Transformed, trace_afresh
 

@@ -11,6 +11,7 @@ from . import _compat
 from ._batching import Positions, over_examples
 from ._edit_nodes import Branches, Chain, Each, Edit
 from ._entry import CondSum, Entry
+from ._reading import Mapped, Reading
 from ._structure import HOLE, Packed, Structure, is_array
 
 
@@ -49,7 +50,8 @@ class Push(Edit):
 class ReducedProbe(Edit):
     """The identity of a value, where the cotangent of `eps` is a function of that of the value.
 
-    So that in a loop only the result of the function is stacked.
+    So that in a loop only the result of the function is stacked. Beside it is a one: where nothing
+    depends on the value there is no cotangent, and `eps` has zeros.
     """
 
     fn: Callable[[Any], Any]
@@ -80,8 +82,35 @@ def _sliced(eps: Any) -> Any:
 
 
 def reducing(fn: Callable[[Any], Any], structure: Structure, positions: Positions) -> Callable:
-    """`fn` of a cotangent that is given by its leaves, with their batch axes in front."""
-    return over_examples(lambda cts: Packed.pack(fn(as_tangent(structure, cts))), positions)
+    """`fn` of a cotangent that is given by leaves, with their batch axes in front; and a one."""
+    pair = lambda cts: Packed.pack((fn(as_tangent(structure, cts)), jnp.ones(())))
+    return over_cotangents(pair, positions)
+
+
+def over_cotangents(fn: Callable[[Any], Any], positions: Positions) -> Callable[[Any], Any]:
+    """`fn(cts)`, mapped over the axes that `vmap` added in front; those of leaves that exist."""
+
+    def mapped(cts: Sequence[Any]) -> Any:
+        pairs = zip(cts, positions, strict=True)
+        return over_examples(fn, [(None,) * len(p) if ct is None else p for ct, p in pairs])(cts)
+
+    return mapped
+
+
+class Branch(Mapped):
+    """Nothing but, by the `cond` around the site, which branch ran.
+
+    What is there can still be collected.
+    """
+
+    fn: Callable[[Any], Any] = lambda value: None
+
+    def read(self, marker, leaves, loops):
+        marker(*leaves)
+        return super().read(marker, leaves, loops)
+
+
+BRANCH = Reading((Branch(),), single=True)
 
 
 def as_tangent(structure: Structure, leaves: Sequence[Any]) -> Any:

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import jax
 
 from . import _compat
+from ._checks import check_mode
+from ._fit import Mode
 from ._interpreter import Replay
-from ._plan import Mode, Plan, check_mode, plan_reads, resolve, sites_of
+from ._plan import Plan, plan_reads, resolve, sites_of
 from ._select import is_static, pairs_of
 from ._site import Sites
 from ._stage import Program, Transformed, trace_afresh, trace_cached

@@ -1,12 +1,8 @@
 """What `debug.nonfinite` reports."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
-
-import numpy as np
-
-from ._upstream import LoopIndex, Path
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,18 +18,20 @@ class Range:
         f = lambda x: harvest.sow(jnp.log(x), name="log")
         (fault,) = harvest.debug.nonfinite(f)(jnp.array([-1.0, 4.0]))
         (x,) = fault.inputs
-        assert (x.name, x.low, x.high, x.nan) == ("args[0]", -1, 4, False)
+        assert (x.name, x.kind, x.low, x.high, x.nan) == ("args[0]", "argument", -1, 4, False)
         ```
 
     **Arguments:**
 
-    - `name`: the key of a site, or where it is among the arguments: `args[0]["w"]`.
+    - `name`: the key of a site, or where it is among the arguments: `args[0]['w']`.
+    - `kind`: `"sow"`, `"cotangent"` or `"argument"`.
     - `low`, `high`: the least and the largest of its finite values (absolute values, if it is
-        complex); infinite if there are none.
+        complex; those of its integers, if it has nothing else); infinite if there are none.
     - `nan`, `inf`: whether it had NaNs, or infinities.
     """
 
     name: str
+    kind: Literal["sow", "cotangent", "argument"]
     low: float
     high: float
     nan: bool
@@ -42,7 +40,7 @@ class Range:
     def __str__(self) -> str:
         has = [word for word, has in (("NaN", self.nan), ("inf", self.inf)) if has]
         finite = f"{self.low:.4g} .. {self.high:.4g}" if self.low <= self.high else "nothing finite"
-        return f"{self.name}: {', '.join([finite, *has])}"
+        return f"{_of(self.kind)}{self.name}: {', '.join([finite, *has])}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +69,9 @@ class Fault:
     - `index`: the iteration of the loops around it, outermost first.
     - `lane`: which example of the batches that `vmap` made.
     - `value`: the [`harvest.debug.Range`][] of the site itself.
-    - `inputs`: those of the nearest sites and arguments that it is computed from, in that iteration
-        (or the last one in which they ran).
+    - `inputs`: those of the nearest arguments and watched sites that it is computed from: in that
+        iteration and example, or the last one in which they ran, or all those that it is computed
+        from. (Of a `while_loop`, only the last iteration is known, and the one before.)
     """
 
     key: str
@@ -84,13 +83,16 @@ class Fault:
     inputs: tuple[Range, ...]
 
     def __str__(self) -> str:
-        what = "the cotangent of " if self.kind == "cotangent" else ""
         where = [f"iteration {_listed(self.index)}"] if self.index else []
         where += [f"example {_listed(self.lane)}"] if self.lane else []
-        lines = [", ".join([f"{what}{self.key!r}", *where, f"sown at {self.source}"])]
+        lines = [", ".join([f"{_of(self.kind)}{self.key!r}", *where, f"sown at {self.source}"])]
         lines += [f"    {self.value}"]
         lines += [f"    from {value}" for value in self.inputs]
         return "\n".join(lines)
+
+
+def _of(kind: str) -> str:
+    return "the cotangent of " if kind == "cotangent" else ""
 
 
 def _listed(index: Sequence[int]) -> str:
@@ -112,7 +114,7 @@ class Report(tuple[Fault, ...]):
         ```
 
     A tuple of [`harvest.debug.Fault`][]s: the first among sown values, and the first among
-    cotangents.
+    cotangents, in the order in which they happened.
     """
 
     watched: int
@@ -122,6 +124,9 @@ class Report(tuple[Fault, ...]):
         self.watched = watched
         return self
 
+    def __getnewargs__(self) -> tuple[Any, ...]:  # to be copied and pickled
+        return tuple(self), self.watched
+
     def __repr__(self) -> str:
         sites = f"{self.watched} site{'' if self.watched == 1 else 's'}"
         if not self:
@@ -129,97 +134,3 @@ class Report(tuple[Fault, ...]):
         return "\n".join([f"of {sites}, the first that is not finite:", *map(str, self)])
 
     __str__ = __repr__
-
-
-@dataclasses.dataclass(frozen=True)
-class Watched:
-    """What is known of a site before anything runs."""
-
-    position: int
-    key: str
-    kind: str
-    source: str
-    known: tuple[bool, ...]  # for each loop around it, whether it has an axis
-    path: Path
-    sources: frozenset[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Event:
-    """A site at one iteration, in one example of a batch."""
-
-    site: Watched
-    stats: dict[str, np.ndarray]
-    cell: tuple[int, ...]  # into its arrays
-
-    @property
-    def index(self) -> tuple[int, ...]:
-        axes = iter(self.cell)
-        folded = iter(self.stats["index"][self.cell].tolist())
-        return tuple(next(axes) if known else next(folded) for known in self.site.known)
-
-    @property
-    def lane(self) -> tuple[int, ...]:
-        return self.cell[sum(self.site.known) :]
-
-    @property
-    def time(self) -> tuple[int, ...]:
-        index = iter(self.index)
-        return tuple(_step(part, index) for part in self.site.path)
-
-    def range(self) -> Range:
-        return _range(self.site.key, {k: v[self.cell] for k, v in self.stats.items()})
-
-
-def _step(part: int | LoopIndex, index: Iterator[int]) -> int:
-    if not isinstance(part, LoopIndex):
-        return part
-    return -next(index) if part.reverse else next(index)
-
-
-def _range(name: str, stats: dict[str, Any]) -> Range:
-    return Range(
-        name, float(stats["low"]), float(stats["high"]), bool(stats["nan"]), bool(stats["inf"])
-    )
-
-
-def faults(watched: Any, found: Any, arguments: Any, names: Any) -> Iterator[Fault]:
-    stats = {site.position: row for site, row in zip(watched, found, strict=True)}
-    sites = {site.position: site for site in watched}
-    for kind in ("sow", "cotangent"):
-        events = [
-            _Event(site, stats[site.position], tuple(map(int, cell)))
-            for site in watched
-            if site.kind == kind
-            for cell in np.argwhere(stats[site.position]["found"])
-        ]
-        if events:
-            first = min(events, key=lambda event: (event.time, event.lane))
-            inputs = [
-                _range(names[-1 - s], arguments[-1 - s])
-                for s in sorted(first.site.sources, reverse=True)
-                if -1 - s in arguments
-            ]
-            before = (_before(first, sites.get(s), stats) for s in sorted(first.site.sources))
-            inputs += [event.range() for event in before if event is not None]
-            site = first.site
-            yield Fault(
-                site.key,
-                site.kind,
-                site.source,
-                first.index,
-                first.lane,
-                first.range(),
-                tuple(inputs),
-            )
-
-
-def _before(fault: _Event, site: Watched | None, stats: Any) -> _Event | None:
-    """The last time that a site ran before a fault, as far as is known."""
-    if site is None:
-        return None
-    rows = stats[site.position]
-    events = [_Event(site, rows, tuple(map(int, cell))) for cell in np.argwhere(rows["ran"])]
-    same = [e for e in events if e.lane == fault.lane] or events
-    earlier = [event for event in same if event.time < fault.time]
-    return max(earlier, key=lambda event: event.time, default=None)

@@ -10,11 +10,13 @@ import numpy as np
 from jax.experimental.hijax import HiPrim, instantiate_zeros
 
 from . import _compat
+from ._edit_nodes import Zero
 from ._errors import UnsupportedError
 from ._experiments import Cells, Experiment, Experiments
 from ._fit import known
 from ._fork import Forks, Target
 from ._interpreter import Replay
+from ._plan import plan_plants
 from ._progress import progress_bar, tick
 from ._stage import Transformed, pack
 from ._structure import Packed
@@ -108,15 +110,19 @@ class Sweep(Experiments):
         self.token = np.int32(0)  # of the bar
 
     def __call__(self, *args, **kwargs):
-        if not self.progress or _compat.tracing():
+        if not self.progress:
             return super().__call__(*args, **kwargs)
+        if _compat.tracing():
+            return self._with(progress=False)(*args, **kwargs)
         with progress_bar() as token:
             with_bar = self._with(token=np.int32(token))
             return jax.block_until_ready(Transformed.__call__(with_bar, *args, **kwargs))
 
     def _inline(self, args, kwargs, trace):
         program = trace("sweep", self.fn, args, kwargs, planting=True)
-        experiments = self._experiments(program.walk.entries(program.jaxpr))
+        entries = program.walk.entries(program.jaxpr)
+        experiments = self._experiments(entries)
+        warnings = plan_plants(entries, [(self.select, Zero())], "strict", "sweep").warnings
         cells = Cells(self.grid.shape, self.batch_size, self._tick(experiments))
         _, results = Forks(Replay(program.walk), cells).run(
             program.jaxpr,
@@ -126,7 +132,7 @@ class Sweep(Experiments):
             lambda outs: pack(program.result(outs)),
         )
         keys = [e.entry.key for e in experiments]
-        return [(key, _forward_only(results[key]).unflatten()) for key in keys], ()
+        return [(key, _forward_only(results[key]).unflatten()) for key in keys], warnings
 
     def _tick(self, experiments: Sequence[Experiment]) -> Callable[[int], None]:
         if not self.progress:

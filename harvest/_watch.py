@@ -1,49 +1,81 @@
 """The flags to which `debug.nonfinite` reduces values, inside of the program."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from ._entry import Entry
 from ._fold import Fold, Level
+from ._reading import Folded, Reading
 from ._structure import is_array
 
 
 class Watch(Fold):
     """The range of the first iteration that is not finite; before, of the last one.
 
-    Loops whose length is known keep all iterations.
+    Loops whose length is known keep all iterations. Others keep that one, and the one before.
     """
 
     infinities: bool = eqx.field(static=True)
-    loops: int = eqx.field(static=True, default=0)
+    depth: int | None = eqx.field(static=True, default=None)  # fold all loops, at most so many
+    loops: int = eqx.field(static=True, default=0)  # that are folded
+    branch: int = eqx.field(static=True, default=0)  # of the `cond`s around
 
     def within(self, lengths):
-        levels = tuple(Level(length is None) for length in lengths)
-        return Watch(self.infinities, sum(level.folded for level in levels)), levels
+        levels = tuple(Level(self.depth is not None or length is None) for length in lengths)
+        loops = sum(level.folded for level in levels) if self.depth is None else self.depth
+        return dataclasses.replace(self, loops=loops), levels
 
     def init(self, aval):
-        index = jnp.zeros(self.loops, int)
-        return {"found": jnp.asarray(False), "index": index, **stats_of(())}
+        ran = jnp.asarray(False)
+        row = {"ran": ran, **self._place(()), **stats_of(())}
+        return {"found": ran, "rows": [row] * (2 if self.loops else 1)}
 
     def update(self, state, value, index):
         stats = stats_of(value)
-        found = stats["nan"] | (stats["inf"] & self.infinities)
-        new = {"found": found, "index": jnp.asarray(index, int).reshape(-1), **stats}
+        row = {"ran": jnp.asarray(True), **self._place(index), **stats}
+        rows = [row, *state["rows"]][: len(state["rows"])]
+        new = {"found": stats["nan"] | (stats["inf"] & self.infinities), "rows": rows}
         return jax.tree.map(lambda old, new: jnp.where(state["found"], old, new), state, new)
 
-    def finish(self, state, count):
-        return {**state, "ran": count > 0}
+    def _place(self, index):
+        steps = jnp.asarray(index, int).reshape(-1)
+        return {
+            "branch": jnp.asarray(self.branch),
+            "index": jnp.pad(steps, (0, self.loops - steps.size)),
+        }
+
+
+class Noted(Folded):
+    """A `Watch` that notes which of the branches of the `cond`s around the site has run."""
+
+    markers: tuple[int, ...] = eqx.field(static=True, default=())  # their identities
+
+    @staticmethod
+    def of(reading: Reading, entry: Entry) -> Reading:
+        (part,) = reading.parts
+        fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+        markers = tuple(id(inner.marker) for inner, _ in entry.innermost())
+        return dataclasses.replace(reading, parts=(Noted(**fields, markers=markers),))
+
+    def read(self, marker, leaves, loops):
+        fold = dataclasses.replace(self.fold, branch=self.markers.index(id(marker)))
+        return Folded.read(dataclasses.replace(self, fold=fold), marker, leaves, loops)
 
 
 def stats_of(value: Any) -> dict[str, Any]:
-    """The range of all floating-point numbers in a pytree."""
+    """The range of the floating-point numbers in a pytree or, if there are none, of its integers.
+
+    Empty, from inf to -inf, if it has no finite numbers.
+    """
     low, high = jnp.asarray(jnp.inf), jnp.asarray(-jnp.inf)
     nan = inf = jnp.asarray(False)
-    for leaf in filter(is_array, jax.tree.leaves(value)):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            continue
+    leaves = [leaf for leaf in jax.tree.leaves(value) if is_array(leaf) and hasattr(leaf, "dtype")]
+    of = lambda *kinds: [x for x in leaves if any(jnp.issubdtype(x.dtype, k) for k in kinds)]
+    for leaf in of(jnp.inexact) or of(jnp.integer, jnp.bool_):
         nan |= jnp.any(jnp.isnan(leaf))
         inf |= jnp.any(jnp.isinf(leaf))
         size = jnp.abs(leaf) if jnp.iscomplexobj(leaf) else jnp.asarray(leaf)

@@ -7,19 +7,20 @@ import jax
 import numpy as np
 
 from . import _compat
+from ._checks import numbered
 from ._entry import Entry
 from ._errors import UnsupportedError
+from ._faults import Watched, range_of, report
 from ._interpreter import Replay
 from ._plan import plan_reads, resolve
+from ._reading import Reading
 from ._report import Fault as Fault
 from ._report import Range as Range
 from ._report import Report as Report
-from ._report import Watched, faults
-from ._select import check_select, is_static
-from ._stage import Program, Transformed, trace_afresh
-from ._structure import is_array
+from ._select import Chosen, check_select, is_static
+from ._stage import Program, Transformed, trace_afresh, trace_cached
 from ._upstream import Upstream
-from ._watch import Watch, stats_of
+from ._watch import Noted, Watch, stats_of
 
 __all__ = ["Fault", "Range", "Report", "nonfinite"]
 
@@ -84,7 +85,16 @@ class Nonfinite(Transformed):
                 "`debug.nonfinite` was called under `jit` or another transform, and has no values "
                 "to report on; put it outside: `debug.nonfinite(jax.jit(fn))(...)`"
             )
-        return super().__call__(*args, **kwargs)
+        watched, found = super().__call__(*args, **kwargs)
+        found = [jax.tree.map(np.asarray, site) for site in found]
+
+        def arguments(positions: Sequence[int]) -> list[Range]:
+            program = trace_cached("debug.nonfinite", self.fn, args, kwargs)
+            stats = [jax.jit(stats_of)(program.leaves[i]) for i in positions]
+            rows = zip(positions, stats, strict=True)
+            return [range_of(program.name(i), "argument", stats) for i, stats in rows]
+
+        return report(watched, found, arguments)
 
     def _resolved(self, args, kwargs, trace):
         if is_static(self.select) or trace is trace_afresh:
@@ -96,39 +106,54 @@ class Nonfinite(Transformed):
     def _inline(self, args, kwargs, trace):
         program = trace("debug.nonfinite", self.fn, args, kwargs)
         entries = program.walk.entries(program.jaxpr)
-        pairs = [(self.select, Watch(self.infinities))]
-        plan = plan_reads(entries, pairs, "append", "debug.nonfinite")
+        plan = plan_reads(entries, self._watches(entries), "append", "debug.nonfinite")
+        actions = [
+            Noted.of(action, entry) if isinstance(action, Reading) else None
+            for action, entry in zip(plan.actions, entries, strict=True)
+        ]
         dead = (False,) * len(program.jaxpr.outvars)
         replay = Replay(program.walk, marks=False)
-        _, reads = replay.run(program.jaxpr, program.leaves, plan.actions, (), dead)
+        _, reads = replay.run(program.jaxpr, program.leaves, actions, (), dead)
         found = [
             reading.result(entry, read)
             for (entry, reading), read in zip(plan.reads, reads, strict=True)
         ]
-        watched = _watched(program, entries, plan.actions)
-        used = {-1 - s for site in watched for s in site.sources if s < 0}
-        arguments = {i: stats_of(program.leaves[i]) for i in used if is_array(program.leaves[i])}
-        names = {i: program.name(i) for i in arguments}
-        return (watched, found, arguments, names), plan.warnings
+        return (_watched(program, entries, plan.actions), found), plan.warnings
 
-    def _finish(self, value):
-        watched, found, arguments, names = value
-        found = [jax.tree.map(np.asarray, site) for site in found]
-        return Report(faults(watched, found, arguments, names), len(watched))
+    def _watches(self, entries: Sequence[Entry]) -> list[tuple[Chosen, Watch]]:
+        """What is watched, and how."""
+        chosen = resolve(self.select, entries, True, "debug.nonfinite")
+        # Where the branches of a `cond` have loops of their own, they are folded.
+        uneven = {
+            (site.key, site.occurrence): max(map(len, loops))
+            for _, entry, site in numbered(entries, readable=True)
+            if len(loops := {loops for _, loops in entry.innermost()}) > 1
+        }
+        return [
+            (Chosen(chosen & {site}), Watch(self.infinities, depth))
+            for site, depth in uneven.items()
+        ] + [(chosen, Watch(self.infinities))]
 
 
 def _watched(program: Program, entries: Sequence[Entry], actions: Any) -> tuple[Watched, ...]:
-    upstream = Upstream(program.walk, program.jaxpr)
+    upstream = Upstream(program.walk, program.jaxpr, [action is not None for action in actions])
     return tuple(
         Watched(
-            position,
+            (position, branch),
             entry.key,
-            entry.marker.label.kind,
-            entry.source,
-            tuple(length is not None for length in next(entry.innermost())[1]),
-            upstream.paths[position],
-            upstream.sources[position],
+            inner.marker.label.kind,
+            inner.source,
+            _known(action, loops),
+            upstream.paths[position, branch],
+            upstream.sources[position, branch],
         )
         for position, (entry, action) in enumerate(zip(entries, actions, strict=True))
         if action is not None
+        for branch, (inner, loops) in enumerate(entry.innermost())
     )
+
+
+def _known(action: Any, loops: Sequence[int | None]) -> tuple[bool, ...]:
+    """For each loop around a site, whether the results have an axis for it."""
+    (part,) = action.parts
+    return tuple(not part.level(depth).folded for depth in range(len(loops)))

@@ -12,7 +12,7 @@ from jax import lax
 
 import harvest
 from harvest import capture, perturb, plant, reap, scope, sites, sow, stacked
-from harvest._plan import check_mode
+from harvest._checks import check_mode
 
 X = np.array([0.5, 1.0, 2.0], np.float32)
 V = np.array([4.0, 5.0, 6.0], np.float32)

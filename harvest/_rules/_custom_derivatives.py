@@ -10,7 +10,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.hijax import HiPrim, Zero, instantiate_zeros
 
 from .. import _compat
@@ -66,7 +65,14 @@ class _Custom:
             if not edits:
                 return reads, ()
             # Tangents that enter at sites: of these the user's rule knows nothing.
-            return reads, alone.run(jaxpr, lax.stop_gradient(args), actions=actions).outs
+            probes = [action if isinstance(action, Edit) else None for action in actions]
+            probes, fixed = split_arrays(probes)
+
+            @_of_second
+            def entering(args, probes):
+                return alone.run(jaxpr, args, actions=eqx.combine(probes, fixed)).outs
+
+            return reads, entering(args, probes)
 
         without = functools.partial(_without, _read_here(inside))
         fn = self.with_derivatives(body, original, reads, without)
@@ -138,6 +144,24 @@ class CustomVJP(_Custom):
         return fn
 
 
+def _of_second(fn):
+    """`fn(a, b)`, with derivatives with respect to `b` only: those do depend on `a`."""
+    of_second = jax.custom_jvp(fn)
+
+    @lambda rule: of_second.defjvp(rule, symbolic_zeros=True)
+    def _(primals, tangents):
+        a, b = primals
+        leaves, treedef = jax.tree.flatten(b)
+        tangents = _leaves(tangents[1])
+        live = [not _compat.is_symbolic_zero(t) for t in tangents]
+        inputs, merge = _split(leaves, live)
+        nonzero, _ = _split(tangents, live)
+        at_a = lambda inputs: fn(a, jax.tree.unflatten(treedef, merge(inputs)))
+        return of_second(a, b), jax.jvp(at_a, (inputs,), (nonzero,))[1]
+
+    return of_second
+
+
 def _hint(error):
     """Why what was collected in a custom body has no derivative: the user's rule is not for it."""
     return (
@@ -191,8 +215,11 @@ def _without_derivative(reads, tangent, hint):
 def _read_here(inside):
     """The sows that are read at all their sites here: a rule that evaluates the body repeats them.
 
-    A `sow` of which some sites are left to an outer transform must not be silenced.
+    A `sow` of which some sites are left to an outer transform must not be silenced. None in an
+    evaluation beside another one, which sows whatever there is.
     """
+    if not inside.replay.effects:
+        return None
     read, left = set(), set()
     for entry, action in zip(inside.entries, inside.actions, strict=True):
         if entry.readable:
@@ -202,13 +229,13 @@ def _read_here(inside):
 
 
 def _without(sows, fn, *args):
-    """`fn(*args)`, without these sows."""
-    if not sows:
+    """`fn(*args)`, without these sows (None: without any)."""
+    if sows is not None and not sows:
         return fn(*args)
     jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     walk = Walk()
     actions = tuple(
-        READ if e.readable and (e.marker.label.name, e.source) in sows else None
+        READ if e.readable and (sows is None or (e.marker.label.name, e.source) in sows) else None
         for e in walk.entries(jaxpr)
     )
     live = (True,) * len(jaxpr.outvars)

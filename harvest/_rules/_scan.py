@@ -67,7 +67,7 @@ def _steps(params, loop, inside, inputs):
     wanted = loop.wanted()
     effects = any(not isinstance(e, SowEffect) for e in params.jaxpr.effects)
     # If somebody else may collect or plant in it, the loop is to look as it is.
-    whole = inside.replay.effects and (effects or inside.replay.marks)
+    whole = inside.replay.effects and (effects or _compat.WATCHED.value)
     if (
         wanted is None
         or whole

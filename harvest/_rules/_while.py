@@ -12,6 +12,7 @@ from .. import _compat
 from .._dependence import varying
 from .._edit_nodes import Loop
 from .._entry import BATCHED_WHILE, PREDICATE
+from .._errors import UnsupportedError
 from .._reading import LoopSlots
 from .._rule import register_rule
 
@@ -37,6 +38,8 @@ class While:
         cond_consts, body_consts, carry = invals[:first], invals[first:last], invals[last:]
         of_predicate = len(inside.replay.walk.entries(params.cond_jaxpr))
         alone, actions = inside.actions[:of_predicate], inside.actions[of_predicate:]
+        if params.lanes and _compat.WATCHED.value:
+            _check_nothing_is_left(inside)
         loop = LoopSlots(actions, len(inside.loops))
         states, _ = loop.states()
         # Only edits and folds ask for the number of the iteration.
@@ -74,6 +77,17 @@ def _in_lanes(entry, lanes, varies):
         # Those of an inner loop may be the axes of another `vmap`.
         return entry.block(BATCHED_WHILE)
     return entry.in_lanes(lanes, varies)
+
+
+def _check_nothing_is_left(inside):
+    """The loop as it is rebuilt has no lanes: whoever collects in it would not know which run."""
+    for entry, action in zip(inside.entries, inside.actions, strict=True):
+        if entry.readable and action is None:
+            raise UnsupportedError(
+                f"{entry.describe()} is inside {BATCHED_WHILE}, where one transform collects or "
+                "plants and another one around it may too; put the `vmap` around both, as in "
+                "`jax.vmap(reap(plant(f, ...), ...))`"
+            )
 
 
 def _where(runs, new, old):

@@ -1,0 +1,122 @@
+"""Which site was the first that is not finite, from what all of them were reduced to."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from ._report import Fault, Range, Report
+from ._upstream import LoopIndex, Path, Place, Source
+
+Arguments = Callable[[Sequence[int]], list[Range]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """What is known of a site, in one branch of the `cond`s around it, before anything runs."""
+
+    place: Place
+    key: str
+    kind: Literal["sow", "cotangent"]
+    source: str
+    known: tuple[bool, ...]  # for each loop around it, whether its results have an axis
+    path: Path
+    sources: frozenset[Source]
+
+
+def report(watched: Sequence[Watched], found: Sequence[Any], arguments: Arguments) -> Report:
+    """From what a `Watch` has made of each site, and a function for the ranges of arguments."""
+    positions = sorted({site.place[0] for site in watched})
+    results = dict(zip(positions, found, strict=True))
+    runs = {site.place: _Runs(site, results[site.place[0]]) for site in watched}
+    when = lambda run: (run[0].time[run[1]], run[0].lane[run[1]].tolist())
+    firsts = []
+    for kind in ("sow", "cotangent"):
+        rows = [(r, row) for r in runs.values() if r.site.kind == kind for row in r.found]
+        firsts += [min(rows, key=when)] if rows else []
+    firsts.sort(key=when)
+    return Report([_fault(run, row, runs, arguments) for run, row in firsts], len(found))
+
+
+class _Runs:
+    """When a site ran, and the ranges it had: a row for each iteration and example of a batch."""
+
+    def __init__(self, site: Watched, result: Any):
+        self.site = site
+        tables = [_table(site, row) for row in result["rows"]]
+        self.index, self.lane, self.stats = jax.tree.map(lambda *x: np.concatenate(x), *tables)
+        steps = iter(self.index.T)
+        columns = [_column(part, steps, len(self.index)) for part in site.path]
+        self.time = np.stack(columns, axis=1).tolist()
+        # In the first of the tables: the others have what was before.
+        self.found = np.flatnonzero(result["found"][_ran(site, result["rows"][0])]).tolist()
+
+    def range(self, rows: Any) -> Range:
+        stats = {name: column[rows] for name, column in self.stats.items()}
+        return range_of(self.site.key, self.site.kind, stats)
+
+
+def _ran(site: Watched, row: Any) -> Any:
+    return row["ran"] & (row["branch"] == site.place[1])
+
+
+def _table(site: Watched, row: Any) -> tuple[Any, Any, dict[str, Any]]:
+    ran, known = _ran(site, row), np.array(site.known, bool)
+    cells, folded = np.argwhere(ran), row["index"][ran]
+    index = np.zeros((len(cells), len(known)), int)
+    index[:, known] = cells[:, : known.sum()]
+    index[:, ~known] = folded[:, : (~known).sum()]
+    return index, cells[:, known.sum() :], {n: row[n][ran] for n in ("low", "high", "nan", "inf")}
+
+
+def _column(part: int | LoopIndex, steps: Iterator[Any], count: int) -> Any:
+    if not isinstance(part, LoopIndex):
+        return np.full(count, part)
+    return -next(steps) if part.reverse else next(steps)
+
+
+def range_of(name: str, kind: Any, stats: Any) -> Range:
+    low, high = float(np.min(stats["low"])), float(np.max(stats["high"]))
+    return Range(name, kind, low, high, bool(np.any(stats["nan"])), bool(np.any(stats["inf"])))
+
+
+def _fault(runs: _Runs, row: int, others: Mapping[Place, _Runs], arguments: Arguments) -> Fault:
+    site, index, lane = runs.site, runs.index[row].tolist(), runs.lane[row].tolist()
+    given = {-1 - source.place[0] for source in site.sources if source.place[0] < 0}
+    inputs = arguments(sorted(given))
+    seen = collections.defaultdict(list)
+    for source in site.sources:
+        if source.place in others and (rows := _before(runs, row, others[source.place], source)):
+            seen[source.place[0]].append((source, others[source.place], rows))
+    for position in sorted(seen):
+        # In step with the fault rather than whatever came last.
+        _, run, rows = max(
+            seen[position],
+            key=lambda s: (len(s[0].aligned), -len(s[0].stacked), s[1].time[s[2][-1]]),
+        )
+        inputs.append(run.range(rows))
+    return Fault(
+        site.key,
+        site.kind,
+        site.source,
+        tuple(index),
+        tuple(lane),
+        runs.range(row),
+        tuple(value for value in inputs if value.low <= value.high or value.nan or value.inf),
+    )
+
+
+def _before(runs: _Runs, row: int, other: _Runs, source: Source) -> list[int]:
+    """The rows of a source that a value is computed from, the last one last."""
+    chosen = np.array([time < runs.time[row] for time in other.time], bool)
+    for outer, loop in source.aligned:
+        chosen &= other.index[:, outer] == runs.index[row, loop]
+    if other.lane.shape[1] == runs.lane.shape[1]:
+        same = chosen & (other.lane == runs.lane[row]).all(axis=1)
+        chosen = same if same.any() else chosen
+    rows = sorted(np.flatnonzero(chosen).tolist(), key=lambda row: other.time[row])
+    loops = [loop for loop in range(other.index.shape[1]) if loop not in dict(source.stacked)]
+    return [r for r in rows if (other.index[r] == other.index[rows[-1]])[loops].all()]
