@@ -164,10 +164,10 @@ def _check_references(steps: Sequence[Step], key: str) -> None:
     for eqn in (step.eqn for step in steps):
         if _compat.uses_refs(eqn):
             raise UnsupportedError(
-                f"`sweep`: behind the site {key!r} a mutable reference is used "
-                f"(`{_compat.primitive_name(eqn)}`, at {_compat.source_of(eqn.source_info)}), which "
-                "all experiments would share; return the values, or use `jax.lax.map` over "
-                "`harvest.plant`"
+                f"`sweep`: behind the site {key!r} a mutable reference is used, which all "
+                f"experiments would share (`{_compat.primitive_name(eqn)}`, at "
+                f"{_compat.source_of(eqn.source_info)}); return the values, or use `jax.lax.map` "
+                "over `harvest.plant`"
             )
 
 

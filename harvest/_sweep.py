@@ -10,13 +10,12 @@ import numpy as np
 from jax.experimental.hijax import HiPrim, instantiate_zeros
 
 from . import _compat
-from ._edit_nodes import Zero
+from ._checks import fruitless
 from ._errors import UnsupportedError
 from ._experiments import Cells, Experiment, Experiments
 from ._fit import known
 from ._fork import Forks, Target
 from ._interpreter import Replay
-from ._plan import plan_plants
 from ._progress import progress_bar, tick
 from ._stage import Transformed, pack
 from ._structure import Packed
@@ -122,7 +121,7 @@ class Sweep(Experiments):
         program = trace("sweep", self.fn, args, kwargs, planting=True)
         entries = program.walk.entries(program.jaxpr)
         experiments = self._experiments(entries)
-        warnings = plan_plants(entries, [(self.select, Zero())], "strict", "sweep").warnings
+        warnings = tuple(fruitless([e.entry for e in experiments], "sweeping"))
         cells = Cells(self.grid.shape, self.batch_size, self._tick(experiments))
         _, results = Forks(Replay(program.walk), cells).run(
             program.jaxpr,
