@@ -56,12 +56,10 @@ def residual_gradients(
 ) -> Float[Array, "layers T D"]:
     """The gradient of the answer's log probability at the residual stream after each layer."""
 
-    def log_p(eps):
-        nudge = harvest.each(harvest.add(eps))
-        logits = harvest.plant(model, {"resid_post": nudge})(tokens)
-        return jax.nn.log_softmax(logits[-1])[answer]
+    def log_p(model, tokens):
+        return jax.nn.log_softmax(model(tokens)[-1])[answer]
 
-    return jax.grad(log_p)(jnp.zeros((30, tokens.size, 576)))
+    return harvest.grad(log_p, "resid_post")(model, tokens)["resid_post"]
 
 
 def main(seed: int = 0, out: str = "examples/out") -> None:
