@@ -35,52 +35,52 @@ class _Custom:
             return inside.run(jaxpr, invals, live=inside.live)
 
         # The arrays of reducers are inputs too: the rules must not close over them.
-        arrays, fixed = split_arrays(inside.actions)
+        arrays, fixed = split_arrays((inside.actions, inside.loops))
         leaves, treedef = jax.tree.flatten(arrays)
 
         def split(args):
-            actions = eqx.combine(jax.tree.unflatten(treedef, args[len(invals) :]), fixed)
-            return args[: len(invals)], actions
+            arrays = jax.tree.unflatten(treedef, args[len(invals) :])
+            return args[: len(invals)], *eqx.combine(arrays, fixed)
 
         def original(*args):
             return _compat.bind(eqn, split(args)[0])
 
         def body(*args):
-            args, actions = split(args)
-            outs, reads = inside.run(jaxpr, args, actions=actions)
-            return outs, (reads, outs if edits else ())
+            args, actions, loops = split(args)
+            outs, reads = inside.run(jaxpr, args, actions=actions, loops=loops)
+            return outs, reads, outs if edits else []
 
         def reads(*args):
-            args, actions = split(args)
-            if any(map(_compat.is_ref, args)):
-                raise UnsupportedError(
-                    "what is collected inside a function with a custom derivative rule may depend "
-                    "on a `Ref` from outside, which the function may have changed when it is "
-                    "evaluated again to be differentiated; collect outside of `jax.grad`"
-                )
-            # The side effects are those of the original.
-            alone = inside.without_effects()
-            dead = (False,) * len(jaxpr.outvars)
-            reads = alone.run(jaxpr, args, actions=actions, live=dead).reads
+            args, actions, loops = split(args)
+            if not any(isinstance(action, Reading) for action in actions):
+                return []
+            alone, dead = _beside(inside, args), (False,) * len(jaxpr.outvars)
+            return alone.run(jaxpr, args, actions=actions, loops=loops, live=dead).reads
+
+        def entering(*args):
+            """The outputs, as functions of the tangents that enter at sites."""
             if not edits:
-                return reads, ()
-            # Tangents that enter at sites: of these the user's rule knows nothing.
-            probes = [action if isinstance(action, Edit) else None for action in actions]
-            probes, fixed = split_arrays(probes)
+                return []
+            args, actions, loops = split(args)
+            alone = _beside(inside, args)
+            eps, probes = split_arrays([a if isinstance(a, Edit) else None for a in actions])
+            indices, lengths = split_arrays(loops)
 
             @_of_second
-            def entering(args, probes):
-                return alone.run(jaxpr, args, actions=eqx.combine(probes, fixed)).outs
+            def outs(rest, eps):
+                args, indices = rest
+                actions, loops = eqx.combine(eps, probes), eqx.combine(indices, lengths)
+                return alone.run(jaxpr, args, actions=actions, loops=loops).outs
 
-            return reads, entering(args, probes)
+            return outs((args, indices), eps)
 
         without = functools.partial(_without, _read_here(inside))
-        fn = self.with_derivatives(body, original, reads, without)
-        outs, (read, entered) = fn(*invals, *leaves)
+        fn = self.with_derivatives(body, original, reads, entering, without)
+        outs, read, entered = fn(*invals, *leaves)
         return list(map(with_tangent_of, outs, entered)) if edits else outs, read
 
-    def with_derivatives(self, body, original, reads, without):
-        """`body`, whose outputs differentiate as `original` and whose reads as `reads`.
+    def with_derivatives(self, body, original, reads, entering, without):
+        """`body`, each of whose results differentiates as one of the next three functions.
 
         `without(fn)` is `fn` without the sows that `body` collects: the user's rule may evaluate
         them again.
@@ -90,7 +90,7 @@ class _Custom:
 
 @register_rule("custom_jvp_call")
 class CustomJVP(_Custom):
-    def with_derivatives(self, body, original, reads, without):
+    def with_derivatives(self, body, original, reads, entering, without):
         fn = jax.custom_jvp(body)
 
         @lambda rule: fn.defjvp(rule, symbolic_zeros=True)
@@ -105,14 +105,15 @@ class CustomJVP(_Custom):
                 read = jax.jvp(lambda *xs: reads(*merge(xs)), inputs, tangents)
             except Exception as error:
                 read = _without_derivative(reads(*primals), tangents[0], _hint(error))
-            return tuple(zip(outs, read, strict=True))
+            entered = jax.jvp(lambda *xs: entering(*merge(xs)), inputs, tangents)
+            return tuple(zip(outs, read, entered, strict=True))
 
         return fn
 
 
 @register_rule("custom_vjp_call")
 class CustomVJP(_Custom):
-    def with_derivatives(self, body, original, reads, without):
+    def with_derivatives(self, body, original, reads, entering, without):
         fn = jax.custom_vjp(body)
 
         def fwd(*args):
@@ -125,13 +126,15 @@ class CustomVJP(_Custom):
                 read, vjp_reads = jax.vjp(lambda *xs: reads(*merge(xs)), *inputs)
             except Exception as error:
                 read, vjp_reads = reads(*merge(inputs)), _Static(_hint(error))
-            return (outs, read), (vjp_outs, vjp_reads, _Static(perturbed))
+            entered, vjp_entered = jax.vjp(lambda *xs: entering(*merge(xs)), *inputs)
+            vjps = vjp_outs, vjp_reads, vjp_entered
+            return (outs, read, entered), (vjps, _Static(perturbed))
 
         def bwd(residuals, cotangents):
-            vjp_outs, vjp_reads, perturbed = residuals
+            vjps, perturbed = residuals
             # Neither is asked where nothing is differentiated: a rule may make NaNs of zeros.
             results = []
-            for vjp, cts in zip((vjp_outs, vjp_reads), cotangents, strict=True):
+            for vjp, cts in zip(vjps, cotangents, strict=True):
                 if not all(map(_compat.is_symbolic_zero, _leaves(cts))):
                     if isinstance(vjp, _Static):
                         raise UnsupportedError(vjp.value)
@@ -142,6 +145,17 @@ class CustomVJP(_Custom):
 
         fn.defvjp(fwd, bwd, symbolic_zeros=True)
         return fn
+
+
+def _beside(inside, args):
+    """For a second evaluation: the side effects are those of the original."""
+    if any(map(_compat.is_ref, args)):
+        raise UnsupportedError(
+            "what is collected inside a function with a custom derivative rule may depend "
+            "on a `Ref` from outside, which the function may have changed when it is "
+            "evaluated again to be differentiated; collect outside of `jax.grad`"
+        )
+    return inside.without_effects()
 
 
 def _of_second(fn):
