@@ -8,9 +8,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from . import _compat, _types
+from . import _compat
 from ._errors import SelectError
 from ._fold import Fold, Level, flat_index, is_type
 from ._structure import is_array
@@ -105,6 +106,15 @@ def _each(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     )
 
 
+def _full(aval: Any, value: Any, dtype: Any = None) -> Any:
+    """An array of the type `aval`, of its sharding too, or of another dtype."""
+    return jnp.full_like(_compat.zeros(aval), value, dtype)
+
+
+def _rows(value: Any, length: int) -> Any:
+    return jnp.broadcast_to(value, (length, *value.shape))
+
+
 class LastFold(Fold):
     def init(self, aval):
         return _each(_compat.zeros, aval)
@@ -165,7 +175,7 @@ def _index_in(static: Any, array: Any, length: int | None) -> tuple[Any, Any]:
 class MeanFold(Fold):
     def init(self, aval):
         return {
-            "sum": _each(lambda a: jnp.zeros(a.shape, _accumulated(a)), aval),
+            "sum": _each(lambda a: _full(a, 0, _accumulated(a)), aval),
             "dtypes": _each(_mean_dtype, aval),
         }
 
@@ -196,7 +206,7 @@ def _promoted(a: Any, b: Any) -> Any:
 
 class MaximumFold(Fold):
     def init(self, aval):
-        return _each(lambda a: jnp.full(a.shape, _lowest(a.dtype), a.dtype), aval)
+        return _each(lambda a: _full(a, _lowest(a.dtype)), aval)
 
     def update(self, state, value, index):
         return _each(jnp.maximum, state, value)
@@ -225,7 +235,7 @@ class CountFold(Fold):
 
 class MomentsFold(Fold):
     def init(self, aval):
-        mean = _each(lambda a: jnp.zeros(a.shape, _accumulated(a)), aval)
+        mean = _each(lambda a: _full(a, 0, _accumulated(a)), aval)
         squares = _each(lambda m: jnp.zeros_like(m.real), mean)
         count, dtypes = jnp.zeros((), int), _each(_mean_dtype, aval)
         return {"mean": mean, "squares": squares, "count": count, "dtypes": dtypes}
@@ -262,13 +272,21 @@ class HistogramFold(Fold):
         def counted(v, counts):
             # As `jnp.histogram`, which would make an array of ones as well.
             dtype = _promoted(v.dtype, self.bins.dtype)
-            v, edges = v.ravel().astype(dtype), self.bins.astype(dtype)
+            v, edges = _replicated(v).ravel().astype(dtype), self.bins.astype(dtype)
             bins = jnp.searchsorted(edges, v, side="right") - 1
             bins = jnp.where(v == edges[-1], counts.size - 1, bins)
             inside = (v >= edges[0]) & (v <= edges[-1])
             return counts.at[jnp.where(inside, bins, counts.size)].add(1, mode="drop")
 
         return _each(counted, value, state)
+
+
+def _replicated(value: Any) -> Any:
+    """`value` without its explicit sharding: JAX cannot count across it."""
+    sharding = jax.typeof(value).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return value
+    return jax.sharding.reshard(value, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 class TopKFold(Fold):
@@ -279,8 +297,8 @@ class TopKFold(Fold):
         return TopKFold(self.k, len(lengths)), (Level(),) * len(lengths)
 
     def init(self, aval):
-        values = _each(lambda a: jnp.full((self.k, *a.shape), _lowest(a.dtype), a.dtype), aval)
-        indices = _each(lambda a: jnp.full((self.k, *a.shape), -1), aval)
+        values = _each(lambda a: _rows(_full(a, _lowest(a.dtype)), self.k), aval)
+        indices = _each(lambda a: _rows(_full(a, -1, int), self.k), aval)
         return values, (indices,) * self.loops, jnp.zeros((), int)
 
     def update(self, state, value, index):
@@ -328,7 +346,7 @@ class EveryFold(Fold):
 
     def init(self, aval):
         size = -(-math.prod(self.lengths) // self.n)
-        return _each(lambda a: _compat.zeros(_types.stacked(a, size)), aval)
+        return _each(lambda a: _rows(_compat.zeros(a), size), aval)
 
     def update(self, state, value, index):
         if not math.prod(self.lengths):
@@ -343,7 +361,7 @@ class StackFold(Fold):
     max_steps: int = eqx.field(static=True)
 
     def init(self, aval):
-        values = _each(lambda a: _compat.zeros(_types.stacked(a, self.max_steps)), aval)
+        values = _each(lambda a: _rows(_compat.zeros(a), self.max_steps), aval)
         return values, jnp.zeros((), int)
 
     def update(self, state, value, index):

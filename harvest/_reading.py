@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from . import _compat, _types
 from ._batching import batch_sizes, over_examples
@@ -17,7 +18,6 @@ from ._entry import CondSum, Entry
 from ._errors import HarvestError, SelectError
 from ._fold import Fold, Level
 from ._markers import Marker
-from ._site import site_of
 from ._structure import Bound, Packed
 
 
@@ -248,7 +248,7 @@ def _part(reducer: Any, entry: Entry) -> Part:
 def _folded(fold: Fold, entry: Entry) -> Folded:
     with _located(entry.describe()):
         rows = [(inner, loops, *fold.within(loops)) for inner, loops in entry.innermost()]
-        states = [Packed.pack(bound.init(site_of(inner, 0).aval)) for inner, _, bound, _ in rows]
+        states = [Packed.pack(r[2].init(_example_type(r[0].marker))) for r in rows]
     first, _, bound, levels = rows[0]
     kept = [_kept(inner, loops, levels) for inner, loops, _, levels in rows]
     # Where the branches of a `cond` have loops of their own, these can only be folded.
@@ -270,6 +270,20 @@ def _folded(fold: Fold, entry: Entry) -> Folded:
     leaves = [_broadcast(leaf, sizes) for leaf in states[0].leaves]
     slot = Slot(Packed(leaves, states[0].structure), jnp.zeros(sizes, jnp.int32))
     return Folded(bound, slot, levels if alike else None, len(sizes), first.lanes)
+
+
+def _example_type(marker: Marker) -> Any:
+    """The type of what is sown, in one iteration and for one example of a batch."""
+
+    def unbatched(aval: Any, axes: tuple[int | None, ...]) -> Any:
+        type = _types.unbatched(aval, axes)
+        sharding = getattr(aval, "sharding", None)
+        if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+            return type
+        spec = PartitionSpec(*(s for i, s in enumerate(sharding.spec) if i not in axes))
+        return type.update(sharding=NamedSharding(sharding.mesh, spec))
+
+    return marker.label.structure.unflatten(map(unbatched, marker.in_avals, marker.positions))
 
 
 class _Kept(NamedTuple):

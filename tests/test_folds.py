@@ -1,5 +1,6 @@
 """Folds over loop iterations, against the values that the same program in Python records."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -187,6 +188,17 @@ def test_occurrences_and_scopes_have_reducers_of_their_own():
     select = {"a/*": (folds.last(), folds.count()), "**": None}
     _, got = capture(f, select)(jnp.float32(0))
     same(got, {"a/h": ((3, 2), (6, 2)), "b/h": (6,)})
+
+
+def test_memory_is_needed_for_the_result_only():
+    def f(x):
+        return lax.scan(lambda x, _: (sow(jnp.sin(x), name="h"), None), x, length=1000)[0]
+
+    reducers = (folds.mean(), folds.maximum(), folds.at(-1), folds.every(500), folds.top_k(2))
+    compiled = jax.jit(reap(f, {"h": reducers})).lower(jnp.zeros(1000)).compile()
+    memory = compiled.memory_analysis()
+    values = 4 * 1000
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 50 * values
 
 
 def test_the_first_key_that_matches_counts():

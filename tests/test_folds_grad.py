@@ -4,21 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.test_util import check_grads
 
-from harvest import capture, folds, reap
+from harvest import capture, folds, perturb, reap, sow
 from tests.folds_by_hand import Weighted
 from tests.loops import PROGRAMS
 
 X = jnp.array([0.7, -1.2])
 STATIC = [name for name, p in PROGRAMS.items() if p.loops and None not in p.loops]
 DYNAMIC = [name for name, p in PROGRAMS.items() if None in p.loops]
-LEAK = pytest.mark.xfail(
-    raises=(jax.errors.UnexpectedTracerError, TypeError),
-    reason="the rule of a custom derivative closes over the index of the loop",
-    strict=True,
-)
-REVERSE = [pytest.param(name, marks=LEAK if "custom" in name else ()) for name in STATIC]
 
 
 def _first(values, room):
@@ -75,7 +70,7 @@ def all_folds(depth):
     return {"h": (last, array, *others)}
 
 
-@pytest.mark.parametrize("name", REVERSE)
+@pytest.mark.parametrize("name", STATIC)
 def test_all_folds_against_finite_differences(name):
     program = PROGRAMS[name]
     f = lambda x: total(capture(program, all_folds(len(program.loops)))(x))
@@ -96,7 +91,9 @@ def test_reverse_mode_in_while_loops_is_an_error_of_jax():
         jax.grad(f)(X)
 
 
-@pytest.mark.parametrize("name", ["scan", "scan_of_checkpoint", "scan_of_jit", "scan_of_cond"])
+@pytest.mark.parametrize(
+    "name", ["scan", "scan_of_checkpoint", "scan_of_cond", "scan_of_custom_vjp"]
+)
 def test_gradients_reach_the_arrays_of_a_fold(name):
     _, records = PROGRAMS[name].by_hand(X)
     values = sum(record.value for record in records)
@@ -105,6 +102,26 @@ def test_gradients_reach_the_arrays_of_a_fold(name):
         return reap(PROGRAMS[name], {"h": Weighted(weight)})(X)["h"][0].sum()
 
     close(jax.grad(f)(jnp.float32(2)), values.sum())
+
+
+def test_cotangents_are_folded_in_the_order_of_the_forward_pass():
+    def f(x):
+        body = lambda x, c: (perturb(sow(jnp.sin(x), name="h"), name="ct") * c, None)
+        return lax.scan(body, x, jnp.arange(1.0, 5.0))[0]
+
+    x, cts = jnp.float32(0.4), []
+    xs = [x]
+    for c in (1, 2, 3, 4):
+        xs.append(jnp.sin(xs[-1]) * c)
+    for n, c in reversed(list(enumerate((1, 2, 3, 4)))):
+        cts.insert(0, c * (jnp.cos(xs[n + 1]) * cts[0] if cts else 1))
+    every = folds.every(2)
+    for at in ((folds.at(1), folds.at(-1)), (folds.at(1), folds.at(-1), every)):
+        select = {"h": (folds.at(0), folds.count()), "ct": at}
+        got = reap(jax.grad(f), select)(x)
+        close(got["h"], (jnp.sin(x), jnp.asarray(4)))
+        close(got["ct"][:2], (cts[1], cts[3]))
+    close(got["ct"][2], jnp.stack(cts[::2]))
 
 
 def test_the_gradient_of_a_step_is_that_of_the_program_before_it():

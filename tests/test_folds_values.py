@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from harvest import SelectError, folds, reap, sow
 
@@ -182,6 +184,40 @@ def test_functions_of_values_may_return_static_leaves():
     assert got["h"] == {"name": "h", "n": 3, "none": None}
     got = reap(rows, {"h": folds.last().of(lambda v: (v.sum(), "sum"))})(xs)["h"]
     assert got == (9, "sum")
+
+
+# --------------------------------------------------------------------------------- sharded
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_explicit_shardings_are_kept(batched):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    reducers = {
+        folds.last(): P("d"),
+        folds.at(1): P("d"),
+        folds.mean(): P("d"),
+        folds.maximum(): P("d"),
+        folds.moments(): P("d"),
+        folds.every(2): P(None, "d"),
+        folds.stack(2): P(None, "d"),
+        folds.top_k(2): P(None, "d"),
+        folds.count(): P(),
+    }
+    x = np.linspace(-1, 1, 8, dtype=np.float32)
+    doubled = lambda x: lax.scan(lambda x, _: (sow(2 * x, name="h"), None), x, length=3)[0]
+    with jax.set_mesh(mesh):
+        select = {"h": (*reducers, folds.histogram([-9, 0, 9]))}
+        if batched:
+            xs = jax.device_put(x[None], NamedSharding(mesh, P(None, "d")))
+            got = jax.tree.map(lambda a: a[0], reap(jax.vmap(doubled), select)(xs)["h"])
+        else:
+            got = reap(doubled, select)(jax.device_put(x, NamedSharding(mesh, P("d"))))["h"]
+        for result, spec in zip(got, reducers.values(), strict=False):
+            assert jax.typeof(jax.tree.leaves(result)[0]).sharding.spec == spec
+    np.testing.assert_array_equal(got[0], 8 * x)
+    np.testing.assert_array_equal(got[6].values, [2 * x, 4 * x])
+    np.testing.assert_array_equal(got[7].indices[0], np.where(x > 0, [[2], [1]], [[0], [1]]))
+    np.testing.assert_array_equal(got[9], [12, 12])
 
 
 # ------------------------------------------------------------------------- partially batched
