@@ -1,0 +1,98 @@
+"""The runs of a sweep share what comes before the edited site."""
+
+import collections
+import math
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import harvest
+from harvest import UnsupportedError, add, sow, sweep
+from tests.experiments import X, sown
+from tests.helpers import scan
+
+
+class Counter(collections.Counter):
+    """Counts for how many rows a value is computed, by layer."""
+
+    def __call__(self, x, layer):
+        def count(x, layer):
+            with LOCK:  # XLA runs what is independent at the same time
+                self[int(np.ravel(layer)[0])] += math.prod(x.shape[:-1])
+            return np.asarray(x)
+
+        return jax.pure_callback(count, x, x, layer, vmap_method="expand_dims")
+
+
+LOCK = threading.Lock()
+DEPTH, ROWS = 4, 5
+
+
+def test_unrolled_layers_before_the_edited_one_run_once():
+    runs = Counter()
+
+    def f(x):
+        for i in range(DEPTH):
+            with harvest.scope(str(i)):
+                x = sow(jnp.sin(runs(x, i)), name="h")
+        return x
+
+    jax.block_until_ready(sweep(f, None, lambda h, row: h * row, jnp.arange(1.0, 1 + ROWS))(X))
+    assert runs == {i: 1 + ROWS * i for i in range(DEPTH)}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: jax.jit(lambda x: jax.jit(f)(x))])
+def test_iterations_before_the_edited_one_run_once(wrap):
+    before, after, edits = Counter(), Counter(), Counter()
+
+    def step(x, i):
+        return after(sow(jnp.sin(before(x, i)), name="h"), i), None
+
+    f = wrap(lambda x: lax.scan(step, x, jnp.arange(DEPTH))[0])
+    edit = lambda h, row: edits(h * row, jnp.asarray(0))
+    jax.block_until_ready(sweep(f, "h", edit, jnp.arange(1.0, 1 + ROWS))(X))
+    assert before == {i: 2 + ROWS * i for i in range(DEPTH)}  # up to the site once more
+    assert after == {i: 1 + ROWS * (i + 1) for i in range(DEPTH)}
+    assert edits == {0: ROWS * DEPTH}
+
+
+@pytest.mark.parametrize("options", [{"reverse": True}, {"wrap": jax.checkpoint}])
+def test_edits_run_in_the_iterations_that_they_edit(options):
+    edits = Counter()
+    edit = lambda h, row: edits(h * row, jnp.asarray(0))
+    f = sown(lambda x, site: scan(x, site, **options))
+    jax.block_until_ready(sweep(f, "h", edit, jnp.arange(1.0, 1 + ROWS))(X))
+    assert edits == {0: 3 * ROWS}
+
+
+def test_half_of_the_work_of_a_vmap():
+    w = jnp.ones((8, 64, 64))
+
+    def f(x):
+        for i in range(8):
+            with harvest.scope(str(i)):
+                x = sow(jnp.tanh(w[i] @ x), name="h")
+        return x
+
+    def flops(f, x):
+        return jax.jit(f).lower(x).compile().cost_analysis()["flops"]
+
+    rows = jnp.arange(16.0)
+    swept = flops(sweep(f, None, lambda h, row: h + row, rows), jnp.ones(64))
+    assert swept < 0.5 * flops(jax.vmap(f), jnp.ones((8 * len(rows), 64)))
+
+
+def test_experiments_share_no_reference():
+    def f(x):
+        total = jax.new_ref(jnp.float32(0))
+        total[...] += 1.0
+        h = sow(x, name="h")
+        total[...] += 1.0
+        return h * total[...]
+
+    with pytest.raises(UnsupportedError, match=r"behind the site 'h' .*reference.*test_fork.py:"):
+        sweep(f, "h", add(1.0))(X)
