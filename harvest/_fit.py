@@ -11,7 +11,7 @@ from . import _compat, _types
 from ._edit_nodes import Branches, Chain, Each, Edit, Replace
 from ._entry import CondSum, Entry
 from ._errors import PlantError
-from ._probe import Probe, Push, has_derivative
+from ._probe import Probe, Push, as_tangent, has_derivative
 from ._structure import HOLE, Structure, is_array, same_static
 
 Mode = Literal["strict", "append"]
@@ -98,16 +98,27 @@ def _pushing(value: Any, entry: Entry, avals: Sequence[Any], stacked: bool) -> E
     """An edit that lets a tangent in: only floating-point arrays have one."""
     structure, where = entry.marker.label.structure, entry.describe()
     leaves, treedef = jax.tree.flatten(value)
-    if treedef != structure.treedef:
+    if treedef == structure.treedef:
+        leaves = [x for x, static in zip(leaves, structure.statics, strict=True) if static is HOLE]
+    elif treedef != jax.tree.structure(as_tangent(structure, avals)):
         raise PlantError(
             f"got a tangent of structure {treedef}, wanted {structure.treedef}, for {where}"
         )
-    dynamic = [x for x, static in zip(leaves, structure.statics, strict=True) if static is HOLE]
-    eps = [
-        _fit_leaf(leaf, aval, "", where) if has_derivative(aval) else None
-        for leaf, aval in zip(dynamic, avals, strict=True)
-    ]
+    eps = [_fit_tangent(leaf, aval, where) for leaf, aval in zip(leaves, avals, strict=True)]
     return Probe(Each(eps) if stacked else eps)
+
+
+def _fit_tangent(leaf: Any, wanted: Any, where: str) -> Any:
+    if not hasattr(wanted, "dtype"):
+        raise PlantError(f"got a tangent of the hi type {wanted}, for {where}; sow its components")
+    if has_derivative(wanted):
+        return _fit_leaf(leaf, wanted, "", where)
+    if getattr(leaf, "shape", ()) != wanted.shape:
+        raise PlantError(
+            f"got {_types.describe(leaf)} for {_types.short(wanted)}, wanted zeros of dtype float0 "
+            f"and of its shape, for {where}"
+        )
+    return None
 
 
 def _branchwise(

@@ -1,5 +1,6 @@
 """Differentiating with respect to sown values: `grad` and `value_and_grad`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from ._errors import GradError
 from ._fit import Mode, known
 from ._fold import Fold
 from ._interpreter import Replay
+from ._markers import mark
 from ._plan import resolve
 from ._plan_probes import ProbePlan, is_sum, plan_probes
 from ._probe import (
@@ -32,9 +34,8 @@ from ._probe import (
 )
 from ._reap import reap
 from ._select import is_static, pairs_of
-from ._sow import sow
 from ._stage import Place, Program, Transformed, trace_afresh
-from ._structure import Packed, is_array, is_held
+from ._structure import Packed, Structure, is_array, is_held
 
 
 def grad(
@@ -334,7 +335,11 @@ def _reduced_zeros(entry: Entry, reducer: Any) -> Packed | None:
         for aval, axes in zip(marker.in_avals, marker.positions, strict=True)
     ]
     fn = reducing(reducer, marker.label.structure, marker.positions)
-    packed = jax.eval_shape(fn, avals)
+    try:
+        packed = jax.eval_shape(fn, avals)
+    except Exception as error:
+        error.add_note(f"harvest: raised by the reducer of {entry.describe()}")
+        raise
     if len(packed.leaves) == 1 or not all(map(has_derivative, packed.leaves)):
         return None  # a cotangent is a floating-point array
     for length in reversed(known(entry.loops)):
@@ -395,7 +400,8 @@ def _sowing(entry: Entry) -> Callable[[Any, Any], Any]:
         label = entry.marker.label
 
         def example(cts: list[Any]) -> None:
-            sow(as_tangent(label.structure, cts), name=label.name)
+            leaves, structure = Structure.flatten(as_tangent(label.structure, cts), is_array)
+            mark(leaves, dataclasses.replace(label, structure=structure), ((),) * len(leaves))
 
         step = lambda ct, branch: over_cotangents(example, entry.marker.positions)(ct)
     for length in reversed(known(entry.around)):

@@ -53,8 +53,8 @@ def jvp(
     - `fn`: as for [`harvest.reap`][].
     - `tangents`: a mapping from keys to tangents, each of the form in which `reap` returns the
         value (for leaves without derivative anything of their shape, such as zeros of dtype
-        `float0`). In a `while_loop` one tangent for all iterations. What `fn` computes is left as
-        it is.
+        `float0`; for static leaves themselves or None), or in which `grad` returns the gradient.
+        In a `while_loop` one tangent for all iterations. What `fn` computes is left as it is.
     - `select`: which tangents to return, as for [`harvest.reap`][]; of a reducer, that of its
         result.
     - `mode`: as for [`harvest.plant`][].
