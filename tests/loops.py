@@ -70,7 +70,6 @@ class Record(NamedTuple):
 class Program(NamedTuple):
     fn: Callable[..., Any]
     loops: tuple[int | None, ...]  # lengths of the loops around the site; None for a `while_loop`
-    reverse_mode: bool = True
 
     def __call__(self, x, trips=3):
         return self.fn(ByJAX(), x, trips)
