@@ -229,7 +229,10 @@ class Cells(NamedTuple):
 
         def chunk(number: Any) -> Any:
             rows = jnp.minimum(number * count + jnp.arange(count), size - 1)
-            results = jax.vmap(lambda row: cell(index, row))(rows)
+            if count == 1:  # so that a `cond` stays one, and what has no batching rule runs
+                results = jax.tree.map(lambda x: jnp.asarray(x)[None], cell(index, rows[0]))
+            else:
+                results = jax.vmap(lambda row: cell(index, row))(rows)
             self.tick(count)
             return results
 

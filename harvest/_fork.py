@@ -1,11 +1,12 @@
 """Running a program on from its sites, again and again: what comes before is evaluated once."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from . import _compat
 from ._edit_nodes import At, Chain, Edit, Loop
@@ -38,6 +39,7 @@ class Forks(NamedTuple):
 
     replay: Replay
     over_cells: Callable[[Sequence[int], Cell], Any]
+    within: tuple[JaxprEqn, ...] = ()  # the equations around the jaxpr, outermost first
 
     def run(
         self, jaxpr: Jaxpr, args: Sequence[Any], targets: Targets, live: Sequence[bool], rest: Rest
@@ -55,10 +57,11 @@ class Forks(NamedTuple):
                 if 0 <= position - step.first < len(step.entries)
             }
             if not here:
-                self.replay.advance(step, env, ())
+                with self.context():
+                    self.replay.advance(step, env, ())
                 continue
             _check_references(steps[number:], next(iter(here.values())).key)
-            following = _Following(self.replay, env.copy(), steps[number:], live, rest)
+            following = _Following(self, env.copy(), steps[number:], live, rest)
             outs, new = self._open(step, env.invals(step.eqn), here, following)
             env.write(step.eqn, outs)
             results.update(new)
@@ -67,7 +70,8 @@ class Forks(NamedTuple):
     def _open(self, step: Step, invals: list[Any], targets: Targets, rest: Rest):
         if _is_plain_jit(step):
             jaxpr = _compat.jit_params(step.eqn).jaxpr
-            return self.run(jaxpr, invals, targets, step.live, rest)
+            inside = self._replace(within=(*self.within, step.eqn))
+            return inside.run(jaxpr, invals, targets, step.live, rest)
         fork = self._scan if _is_forward_scan(step) else self._masked
         outs, cell_of = fork(step, invals, rest)
         results = {}
@@ -93,7 +97,15 @@ class Forks(NamedTuple):
 
     def _evaluate(self, step: Step, invals: list[Any], actions: Actions) -> list[Any]:
         inside = Inside(self.replay, step.entries, actions, (), step.live)
-        return self.replay.evaluate(step.eqn, invals, inside).outs
+        with self.context():
+            return self.replay.evaluate(step.eqn, invals, inside).outs
+
+    def context(self, *eqns: JaxprEqn) -> contextlib.ExitStack:
+        """The scopes of the equations around what is evaluated; `rest` is outside of them."""
+        context = contextlib.ExitStack()
+        for eqn in (*self.within, *eqns):
+            context.enter_context(_compat.equation_context(eqn))
+        return context
 
     def _scan(self, step: Step, invals: list[Any], rest: Rest):
         """Each experiment starts in the iteration that it edits, from the plain run's carry."""
@@ -113,7 +125,10 @@ class Forks(NamedTuple):
             after, ys = iterate(carry, x, 0, nothing)
             return after, (carry, ys)
 
-        final, (carries, ys) = lax.scan(plain, carry, xs, length=params.length, **params.options)
+        with self.context(step.eqn):
+            final, (carries, ys) = lax.scan(
+                plain, carry, xs, length=params.length, **params.options
+            )
 
         def cell_of(position: int, target: Target) -> Cell:
             def cell(index: Index, number: Any) -> Any:
@@ -122,15 +137,16 @@ class Forks(NamedTuple):
                 if inner:
                     edit = At((..., *(None,) * len(inner)), (None, *inner), edit)
                 actions = _only(step, position, edit)
-                carry, new = iterate(_at(carries, start), _at(xs, start), start, actions)
 
                 def following(i, state):
                     carry, ys = state
                     carry, new = iterate(carry, _at(xs, i), i, nothing)
                     return carry, _set(ys, i, new)
 
-                state = (carry, _set(ys, start, new))
-                carry, edited = lax.fori_loop(start + 1, params.length, following, state)
+                with self.context(step.eqn):
+                    carry, new = iterate(_at(carries, start), _at(xs, start), start, actions)
+                    state = (carry, _set(ys, start, new))
+                    carry, edited = lax.fori_loop(start + 1, params.length, following, state)
                 return rest([*carry, *edited])
 
             return cell
@@ -141,7 +157,7 @@ class Forks(NamedTuple):
 class _Following(NamedTuple):
     """The evaluation of what follows an equation."""
 
-    replay: Replay
+    forks: Forks
     env: Env  # before the equation
     steps: Sequence[Step]  # from the equation on
     live: Sequence[bool]
@@ -151,8 +167,9 @@ class _Following(NamedTuple):
         env = self.env.copy()
         step, *later = self.steps
         env.write(step.eqn, outs)
-        for step in later:
-            self.replay.advance(step, env, ())
+        with self.forks.context():
+            for step in later:
+                self.forks.replay.advance(step, env, ())
         return self.rest(env.outs(self.live))
 
 

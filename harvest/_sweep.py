@@ -74,8 +74,8 @@ def sweep(
     - `grid`: the experiments at each site and iteration: `harvest.grid(...)`, the product of named
         axes, or a pytree of arrays with one leading axis. What differs for each example of a batch
         is wrapped in [`harvest.per_example`][]. `None` is one experiment.
-    - `batch_size`: how many rows run at once, under `vmap`. Memory grows with it; on a CPU, about
-        32 is fastest.
+    - `batch_size`: how many rows run at once, under `vmap` unless it is one. Memory grows with it;
+        on a CPU, about 32 is fastest.
     - `progress`: whether to show a bar, by `tqdm`. Not inside of `jit` or another transform.
 
     **Returns:**

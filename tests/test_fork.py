@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import harvest
-from harvest import UnsupportedError, add, sow, sweep
-from tests.experiments import X, sown
+from harvest import UnsupportedError, add, reap, sites, sow, sweep
+from tests.experiments import X, same, sown
 from tests.helpers import scan
 
 
@@ -84,6 +85,41 @@ def test_half_of_the_work_of_a_vmap():
     rows = jnp.arange(16.0)
     swept = flops(sweep(f, None, lambda h, row: h + row, rows), jnp.ones(64))
     assert swept < 0.5 * flops(jax.vmap(f), jnp.ones((8 * len(rows), 64)))
+
+
+def test_one_row_at_a_time_is_not_mapped():
+    branches, calls = Counter(), []
+
+    def f(x):
+        x = sow(x, name="h")
+        x = lax.cond(x[0] > 0, lambda x: branches(x, 0), lambda x: branches(x, 1), x)
+        return io_callback(lambda x: calls.append(1) or np.asarray(x), x, x, ordered=True)
+
+    rows = jnp.asarray([1.0, 2.0])
+    got = sweep(f, "h", lambda h, row: h * row, rows, batch_size=1)(X)["h"]
+    same(got, jnp.stack([X, 2 * X]))
+    jax.effects_barrier()
+    assert branches == {0: 1 + 2} and len(calls) == 1 + 2
+
+
+def test_sites_keep_their_scopes():
+    @jax.jit
+    def inner(x):
+        with harvest.scope("inner"):
+            x = sow(x, name="a")
+            step = jax.jit(lambda x, _: (sow(sow(x, name="b") + x, name="c"), None))
+            return sow(lax.scan(step, x, length=2)[0], name="d")
+
+    def f(x):
+        with harvest.scope("outer"):
+            x = inner(x)
+        return sow(x, name="e")
+
+    keys = ["outer/inner/a", "outer/inner/b", "outer/inner/c", "outer/inner/d", "e"]
+    assert [site.key for site in sites(f)(X)] == keys
+    for key in keys:
+        assert {site.key for site in sites(sweep(f, key, add(1.0)))(X)} == set(keys)
+    same(reap(sweep(f, "outer/inner/b", add(1.0)), "outer/inner/a")(X), {"outer/inner/a": X})
 
 
 def test_experiments_share_no_reference():
