@@ -136,7 +136,7 @@ class Entry:
             blocked = next((b.blocked for b in inside if b is not None and b.blocked), None)
             return dataclasses.replace(self, branches=inside, blocked=blocked)
         batch = batch_sizes(self.marker.in_avals, self.marker.positions)
-        if not batch and self.lanes in ((), lanes):
+        if not batch and not self.lanes:
             return dataclasses.replace(self, lanes=lanes)
         # Otherwise the axes of the lanes cannot be told from those of another `vmap`.
         known = varies and len(batch) == len(lanes)

@@ -42,8 +42,9 @@ def check_index(index: Any, length: int | None) -> None:
         step = index.step if isinstance(index, slice) else None
         from_the_end = any(isinstance(i, int) and i < 0 for i in (*bounds, step))
         if from_the_end or (is_array(index) and index.dtype == bool):
+            got = _types.describe(index) if is_array(index) else repr(index)
             raise PlantError(
-                f"got `at` with {index!r} in a `while_loop`, whose length is not known; wanted "
+                f"got `at` with {got} in a `while_loop`, whose length is not known; wanted "
                 "indices from the start"
             )
         return

@@ -107,13 +107,21 @@ def site_of(entry: Entry, occurrence: int) -> Site:
         kind=label.kind,
         aval=label.structure.unflatten(avals),
         axes=(
-            *(Axis("loop", length) for length in entry.loops),
+            *(Axis("loop", length) for length in _loops(entry)),
             *(Axis("batch", size) for size in _batch(entry)),
         ),
         branch=_branch(entry),
         source=entry.source,
         nbytes=sum(map(_nbytes, jax.tree.leaves(entry.type))),
     )
+
+
+def _loops(entry: Entry) -> tuple[int | None, ...]:
+    """The lengths of the loops around it; of those inside a `cond`, what its branches share."""
+    if not entry.summed:
+        return entry.loops
+    first, *others = (_loops(branch) for branch in entry.branches or () if branch is not None)
+    return (*entry.loops, *(first if all(loops == first for loops in others) else ()))
 
 
 def _batch(entry: Entry) -> tuple[int, ...]:

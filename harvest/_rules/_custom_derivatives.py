@@ -33,6 +33,7 @@ class _Custom:
         edits = [action for action in inside.actions if isinstance(action, Edit)]
         if not all(map(is_probe, edits)) or (effectful and not inside.replay.effects):
             return inside.run(jaxpr, invals, live=inside.live)
+        live = (any(inside.live),) * len(jaxpr.outvars)  # the user's rule is for all or none
 
         # The arrays of reducers are inputs too: the rules must not close over them.
         arrays, fixed = split_arrays((inside.actions, inside.loops))
@@ -43,11 +44,11 @@ class _Custom:
             return args[: len(invals)], *eqx.combine(arrays, fixed)
 
         def original(*args):
-            return _compat.bind(eqn, split(args)[0])
+            return _compat.bind(eqn, split(args)[0]) if any(live) else [None for _ in live]
 
         def body(*args):
             args, actions, loops = split(args)
-            outs, reads = inside.run(jaxpr, args, actions=actions, loops=loops)
+            outs, reads = inside.run(jaxpr, args, actions=actions, loops=loops, live=live)
             return outs, reads, outs if edits else []
 
         def reads(*args):
@@ -70,14 +71,16 @@ class _Custom:
             def outs(rest, eps):
                 args, indices = rest
                 actions, loops = eqx.combine(eps, probes), eqx.combine(indices, lengths)
-                return alone.run(jaxpr, args, actions=actions, loops=loops).outs
+                return alone.run(jaxpr, args, actions=actions, loops=loops, live=live).outs
 
             return outs((args, indices), eps)
 
         without = functools.partial(_without, _read_here(inside))
         fn = self.with_derivatives(body, original, reads, entering, without)
         outs, read, entered = fn(*invals, *leaves)
-        return list(map(with_tangent_of, outs, entered)) if edits else outs, read
+        if edits and any(live):
+            outs = list(map(with_tangent_of, outs, entered))
+        return outs, read
 
     def with_derivatives(self, body, original, reads, entering, without):
         """`body`, each of whose results differentiates as one of the next three functions.
