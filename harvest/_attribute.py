@@ -1,7 +1,7 @@
 """A grid of interventions to first order, from one backward pass: `attribute`."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from . import _types
 from ._apply import apply_edit
 from ._edit_nodes import Loop
+from ._entry import Entry
+from ._errors import UnsupportedError
 from ._experiments import Cells, Experiment, Experiments
 from ._fit import known
 from ._fork import Cell
@@ -69,6 +71,7 @@ class Attribute(Experiments):
         program = trace("attribute", self.fn, args, kwargs, planting=True)
         entries = program.walk.entries(program.jaxpr)
         experiments = self._experiments(entries)
+        _check_readable(experiments, entries)
         plan = with_reads(
             plan_probes(entries, [(self.select, None)], "strict", "attribute"), entries
         )
@@ -76,13 +79,24 @@ class Attribute(Experiments):
         split = functools.partial(value_and_aux, what="attribute")
         done = backward_pass(program, plan, sites, {}, split)
         cells = Cells(self.grid.shape, self.batch_size, lambda count: None)
-        zero = jnp.zeros_like(done.value)
-        results = []
-        for experiment, values, grads in zip(experiments, done.reads, done.cts, strict=True):
+        zero, reads, results = jnp.zeros_like(done.value), iter(done.reads), []
+        for experiment, grads in zip(experiments, done.cts, strict=True):
+            # A value without arrays has neither a tangent nor anything to read.
+            values = next(reads) if experiment.entry.marker.in_avals else []
             lengths = known(experiment.entry.loops)
             cell = _estimate(experiment, values, grads, zero) if all(lengths) else lambda *_: zero
             results.append((experiment.entry.key, done.value + cells(lengths, cell)))
         return results, plan.warnings
+
+
+def _check_readable(experiments: Sequence[Experiment], entries: Sequence[Entry]) -> None:
+    readable = {entry.key for entry in entries if entry.readable}
+    for entry in (e.entry for e in experiments):
+        if entry.key not in readable:
+            raise UnsupportedError(
+                f"`attribute`: {entry.describe()} is collected inside of the function, by `reap` "
+                "or `capture`, which leaves no value to read; select there what the result needs"
+            )
 
 
 def _estimate(experiment: Experiment, values: list[Any], grads: list[Any], zero: Any) -> Cell:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _types
+from . import _compat, _types
 from ._batching import Positions, batch_sizes
 from ._edit_nodes import At, Call, Each, Edit
 from ._edits import as_edit
@@ -219,7 +219,7 @@ class Cells(NamedTuple):
         if not lengths:
             return self._experiments(cell, ())
         indices = jnp.asarray(np.indices(lengths).reshape(len(lengths), -1))
-        results = lax.map(lambda index: self._experiments(cell, index), tuple(indices))
+        results = _map(lambda index: self._experiments(cell, index), tuple(indices))
         return jax.tree.map(lambda x: x.reshape(*lengths, *x.shape[1:]), results)
 
     def _experiments(self, cell: Cell, index: Index) -> Any:
@@ -236,10 +236,19 @@ class Cells(NamedTuple):
             self.tick(count)
             return results
 
-        results = lax.map(chunk, jnp.arange(chunks))
+        results = _map(chunk, jnp.arange(chunks))
 
         def flat(x: Any) -> Any:
             rows = x.reshape(chunks * count, *x.shape[2:])[:size]
             return rows.reshape(*self.shape, *x.shape[2:])
 
         return jax.tree.map(flat, results)
+
+
+def _map(fn: Callable[[Any], Any], xs: Any) -> Any:
+    """`lax.map`; but a loop where JAX looks for NaNs, which then names the operation."""
+    count = len(jax.tree.leaves(xs)[0])
+    if not count or not _compat.checks_operations():
+        return lax.map(fn, xs)
+    item = lambda i: fn(jax.tree.map(lambda x: x[i], xs))
+    return jax.tree.map(lambda *rows: jnp.stack(rows), *map(item, range(count)))

@@ -125,7 +125,7 @@ class Forks(NamedTuple):
             after, ys = iterate(carry, x, 0, nothing)
             return after, (carry, ys)
 
-        with self.context(step.eqn):
+        with self.context(step.eqn), _compat.locating_nans(step.eqn):
             final, (carries, ys) = lax.scan(
                 plain, carry, xs, length=params.length, **params.options
             )
@@ -143,7 +143,7 @@ class Forks(NamedTuple):
                     carry, new = iterate(carry, _at(xs, i), i, nothing)
                     return carry, _set(ys, i, new)
 
-                with self.context(step.eqn):
+                with self.context(step.eqn), _compat.locating_nans(step.eqn):
                     carry, new = iterate(_at(carries, start), _at(xs, start), start, actions)
                     state = (carry, _set(ys, start, new))
                     carry, edited = lax.fori_loop(start + 1, params.length, following, state)

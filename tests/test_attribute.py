@@ -5,7 +5,7 @@ import pytest
 from jax import lax
 
 import harvest
-from harvest import GradError, attribute, per_example, reap, sow, sweep, zero
+from harvest import GradError, UnsupportedError, attribute, per_example, reap, sow, sweep, zero
 from tests.experiments import MANY, X, by_hand, same, sown
 from tests.helpers import PROGRAMS, SIZE, scan
 
@@ -146,6 +146,22 @@ def test_leaves_without_a_derivative_count_nothing():
     assert got.tolist() == [12, 12 + 3 * 4]
     only = lambda x: jnp.sum(x) * sow(jnp.int32(3), name="h").astype(x.dtype)
     assert attribute(only, "h", zero())(jnp.ones(4))["h"] == 12
+
+
+def test_values_without_arrays():
+    f = lambda x: jnp.sum(sow(x, name="g")) * sow({"n": 3}, name="h")["n"]
+    got = attribute(f, None, lambda h, row: {**h} if isinstance(h, dict) else h + row, X)(X)
+    same(got, {"g": 3 * (jnp.sum(X) + SIZE * X), "h": jnp.full(SIZE, 3 * jnp.sum(X))})
+
+
+def test_values_that_the_function_collects_itself():
+    f = lambda x: jnp.sum(sow(2 * sow(x, name="a"), name="b"))
+    some = lambda x: jnp.sum(reap(f, "b")(x)["b"])
+    same(attribute(some, "a", zero())(X), {"a": jnp.float32(0)})
+    every = lambda x: jnp.sum(reap(f)(x)["b"])
+    same(sweep(every, "a", zero())(X), {"a": jnp.float32(0)})
+    with pytest.raises(UnsupportedError, match=r"'a' \(sown at .* collected inside .* by `reap`"):
+        attribute(every, "a", zero())(X)
 
 
 RESULTS = [

@@ -122,6 +122,22 @@ def test_sites_keep_their_scopes():
     same(reap(sweep(f, "outer/inner/b", add(1.0)), "outer/inner/a")(X), {"outer/inner/a": X})
 
 
+LOGARITHMS = {
+    "flat": lambda x: jnp.log(sow(x, name="h")),
+    "scan": lambda x: lax.scan(lambda x, _: (jnp.log(sow(x, name="h")), None), x, length=1)[0],
+}
+
+
+@pytest.mark.parametrize("name", LOGARITHMS)
+def test_a_nan_is_located(name):
+    f = sweep(LOGARITHMS[name], "h", lambda h, row: h - row, jnp.asarray([0.0, 0.1, 5.0]))
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError, match="nan") as caught:
+            f(X)
+    line = LOGARITHMS[name].__code__.co_firstlineno
+    assert any(f"test_fork.py:{line}" in note for note in caught.value.__notes__)
+
+
 def test_experiments_share_no_reference():
     def f(x):
         total = jax.new_ref(jnp.float32(0))
