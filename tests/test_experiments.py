@@ -110,16 +110,6 @@ def test_a_key_with_the_characters_of_a_glob_is_a_key():
     same(got, {"a*": -2 * X, "ab": -X - 1})
 
 
-def test_an_edit_runs_once_for_a_row_under_a_mask():
-    # The other iterations are not finite: a `where` would let them into the derivative.
-    program = lambda x: lax.scan(
-        lambda x, i: (sow(x, name="h") + 1, None), x, jnp.arange(3), reverse=True
-    )[0]
-    edit = lambda h: jnp.sqrt(h - 2)  # of 1, 2 and 3 the last
-    out, tangent = jax.jvp(sweep(program, "h", edit), (jnp.float32(1),), (jnp.float32(1),))
-    assert out["h"][0] == 2 and tangent["h"][0] == 0.5
-
-
 # -------------------------------------------------------------------------------------- sources
 
 

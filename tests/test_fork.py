@@ -13,8 +13,7 @@ from jax.experimental import io_callback
 
 import harvest
 from harvest import UnsupportedError, add, reap, sites, sow, sweep
-from tests.experiments import X, same, sown
-from tests.helpers import scan
+from tests.experiments import MANY, X, same, sown
 
 
 class Counter(collections.Counter):
@@ -61,11 +60,11 @@ def test_iterations_before_the_edited_one_run_once(wrap):
     assert edits == {0: ROWS * DEPTH}
 
 
-@pytest.mark.parametrize("options", [{"reverse": True}, {"wrap": jax.checkpoint}])
-def test_edits_run_in_the_iterations_that_they_edit(options):
+@pytest.mark.parametrize("name", ["reverse", "remat_of_scan", "custom_vjp_of_scan"])
+def test_edits_run_only_in_the_iterations_that_they_edit(name):
     edits = Counter()
     edit = lambda h, row: edits(h * row, jnp.asarray(0))
-    f = sown(lambda x, site: scan(x, site, **options))
+    f = sown(MANY[name][0])
     jax.block_until_ready(sweep(f, "h", edit, jnp.arange(1.0, 1 + ROWS))(X))
     assert edits == {0: 3 * ROWS}
 
