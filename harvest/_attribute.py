@@ -26,7 +26,7 @@ def attribute(
     Attribution patching (Nanda, 2023, "Attribution patching: activation patching at industrial
     scale"): what `fn` returns, plus the gradient at a site times what an edit changes there. Good
     where `fn` is nearly linear in a site, such as the output of one head; poor for a whole residual
-    stream.
+    stream. Where a custom derivative rule is not the derivative, the estimate follows the rule.
 
     !!! Example
 

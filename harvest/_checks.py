@@ -56,6 +56,7 @@ def check_stackable(reading: Reading, entry: Entry, what: str) -> None:
 
 
 def check_unique(entries: Sequence[Entry], what: str) -> None:
+    """Raise if any key is sown more than once."""
     by_key: dict[str, list[str]] = {}
     for entry in entries:
         by_key.setdefault(entry.key, []).append(entry.source)
@@ -63,10 +64,11 @@ def check_unique(entries: Sequence[Entry], what: str) -> None:
         if len(sources) > 1:
             lines = "".join(f"\n    {source}" for source in sources[:10])
             more = f"\n    and {len(sources) - 10} more" if len(sources) > 10 else ""
+            in_order = ', or treat them in call order with mode="append"'
+            hint = "" if what in ("sweep", "attribute") else in_order  # which have no modes
             raise DuplicateSiteError(
                 f"`{what}`: {key!r} is sown {len(sources)} times:{lines}{more}\n"
-                "tell them apart with `harvest.scope`, or treat them in call order with "
-                'mode="append"'
+                f"tell them apart with `harvest.scope`{hint}"
             )
 
 
@@ -114,8 +116,8 @@ def check_differentiable(entry: Entry, what: str) -> None:
             )
         if not all(hasattr(aval, "dtype") for aval in inner.marker.in_avals):
             raise UnsupportedError(
-                f"`{what}`: {entry.describe()} is of a hi type, with respect to which harvest "
-                "cannot differentiate; sow its components"
+                f"`{what}`: {entry.describe()} is of a hi type, which `{what}` does not handle; "
+                "sow its components"
             )
 
 

@@ -119,6 +119,13 @@ class Experiments(Transformed):
                 "wanted the keys of sites, as `reap` returns them"
             )
         value = self.source[self.select.index(entry.key)]
+        sown = entry.marker.label.structure.treedef
+        if isinstance(value, tuple) and list(map(jax.tree.structure, value)) == [sown]:
+            raise PlantError(
+                f"`source` got a tuple for {entry.describe()}, as `capture` returns the "
+                "occurrences of a key; wanted its value, as from `reap`, or from "
+                '`capture(..., mode="strict")`'
+            )
         loops = known(entry.loops)
         for leaf in filter(is_array, jax.tree.leaves(value)):
             if leaf.shape[: len(loops)] != loops:

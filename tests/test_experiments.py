@@ -170,6 +170,7 @@ def test_edits_that_do_not_fit(wrap, grid, edit, message):
 
 AXES = rf"for {SITE}; wanted the axes \(3,\) of the loops"
 BAD_SOURCES = [
+    ({"h": (jnp.zeros((3, SIZE)),)}, PlantError, "got a tuple for the site 'h'.* as `capture`"),
     ({"h": jnp.ones((4, SIZE))}, PlantError, rf"`source` got f32\[4,4\] {AXES}"),
     ({"h": {"mean": jnp.float32(0)}}, PlantError, rf"`source` got f32\[\] {AXES}"),
     ({"*": jnp.ones((3, SIZE))}, SelectError, rf"`source` has the keys \['\*'\], .* for {SITE}"),
