@@ -38,7 +38,10 @@ def with_tangent_of(value: Any, eps: Any) -> Any:
 
 @with_tangent_of.defjvp
 def _(primals, tangents):
-    return with_tangent_of(*primals), tangents[0] + tangents[1]
+    tangent, entering = tangents
+    if tangent.dtype != jax.dtypes.float0:
+        tangent = tangent + entering
+    return with_tangent_of(*primals), tangent
 
 
 class Push(Edit):
@@ -60,6 +63,7 @@ class ReducedProbe(Edit):
     def apply(self, value, context):
         leaves, structure = Structure.flatten(value, is_array)
         arrays, static = eqx.partition(self.fn, is_array)
+        positions = context.positions
 
         @jax.custom_vjp
         def identity(leaves, eps, arrays):
@@ -70,7 +74,7 @@ class ReducedProbe(Edit):
 
         def bwd(arrays, cts):
             cts = [ct if jnp.issubdtype(ct.dtype, jnp.inexact) else None for ct in cts]
-            reduced = reducing(eqx.combine(arrays, static), structure, context.positions)(cts)
+            reduced = reducing(eqx.combine(arrays, static), structure, positions)(cts)
             return cts, reduced, None
 
         identity.defvjp(fwd, bwd)

@@ -105,6 +105,22 @@ def test_rules_inside_of_rules(custom):
     close(grads, {"inner": (outer, 1.0), "outer": (outer,)})
 
 
+@kinds
+def test_several_results_of_which_one_is_of_integers(custom):
+    body = lambda x, n: (2 * sow(jnp.sin(x), name="h"), n + 1, x)
+    if custom is custom_vjp:
+        f = jax.custom_vjp(body)
+        f.defvjp(lambda x, n: (f(x, n), None), lambda _, cts: (100 * cts[0] + cts[2], None))
+    else:
+        f = jax.custom_jvp(body)
+        f.defjvp(lambda p, t: (f(*p), (100 * t[0], np.zeros((), jax.dtypes.float0), t[0])))
+    result = lambda i: lambda x: f(x, jnp.int32(2))[i].astype(x.dtype) + 0 * x
+    for i, wanted in enumerate([({"h": 2.0}, 100.0), ({"h": 0.0}, 0.0), ({"h": 0.0}, 1.0)]):
+        close(grad(result(i), argnums=0)(X), wanted)
+    constant = lambda x: f(jnp.float32(0.5), jnp.int32(2))[0] * x
+    close(grad(constant)(X), {"h": 2 * X})
+
+
 # ----------------------------------------------------------- bodies that JAX cannot differentiate
 
 

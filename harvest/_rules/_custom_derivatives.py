@@ -4,6 +4,7 @@ What is collected inside differentiates by ordinary autodiff. A body in which so
 is another function, of which the user's rule knows nothing: it is inlined.
 """
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -30,32 +31,34 @@ class _Custom:
     def rebuild(self, eqn, invals, inside):
         jaxpr = _compat.called_jaxpr(eqn)
         effectful = any(not isinstance(e, SowEffect) for e in eqn.effects)
-        edits = [action for action in inside.actions if isinstance(action, Edit)]
-        if not all(map(is_probe, edits)) or (effectful and not inside.replay.effects):
+        edited = [action for action in inside.actions if isinstance(action, Edit)]
+        if not all(map(is_probe, edited)) or (effectful and not inside.replay.effects):
             return inside.run(jaxpr, invals, live=inside.live)
         live = (any(inside.live),) * len(jaxpr.outvars)  # the user's rule is for all or none
 
         # The arrays of reducers are inputs too: the rules must not close over them.
         arrays, fixed = split_arrays((inside.actions, inside.loops))
         leaves, treedef = jax.tree.flatten(arrays)
+        count, edits = len(invals), bool(edited)
+        without = functools.partial(_without, _read_here(inside))
+        bare = dataclasses.replace(inside, actions=(), loops=())
 
         def split(args):
-            arrays = jax.tree.unflatten(treedef, args[len(invals) :])
-            return args[: len(invals)], *eqx.combine(arrays, fixed)
+            return args[:count], *eqx.combine(jax.tree.unflatten(treedef, args[count:]), fixed)
 
         def original(*args):
             return _compat.bind(eqn, split(args)[0]) if any(live) else [None for _ in live]
 
         def body(*args):
             args, actions, loops = split(args)
-            outs, reads = inside.run(jaxpr, args, actions=actions, loops=loops, live=live)
+            outs, reads = bare.run(jaxpr, args, actions=actions, loops=loops, live=live)
             return outs, reads, outs if edits else []
 
         def reads(*args):
             args, actions, loops = split(args)
             if not any(isinstance(action, Reading) for action in actions):
                 return []
-            alone, dead = _beside(inside, args), (False,) * len(jaxpr.outvars)
+            alone, dead = _beside(bare, args), (False,) * len(jaxpr.outvars)
             return alone.run(jaxpr, args, actions=actions, loops=loops, live=dead).reads
 
         def entering(*args):
@@ -63,7 +66,7 @@ class _Custom:
             if not edits:
                 return []
             args, actions, loops = split(args)
-            alone = _beside(inside, args)
+            alone = _beside(bare, args)
             eps, probes = split_arrays([a if isinstance(a, Edit) else None for a in actions])
             indices, lengths = split_arrays(loops)
 
@@ -75,7 +78,6 @@ class _Custom:
 
             return outs((args, indices), eps)
 
-        without = functools.partial(_without, _read_here(inside))
         fn = self.with_derivatives(body, original, reads, entering, without)
         outs, read, entered = fn(*invals, *leaves)
         if edits and any(live):
