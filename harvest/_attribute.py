@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from . import _types
 from ._apply import apply_edit
+from ._differentiate import DifferentiatedSite, backward_pass, value_and_aux
 from ._edit_nodes import Loop
 from ._entry import Entry
 from ._errors import UnsupportedError
 from ._experiments import Cells, Experiment, Experiments
 from ._fit import known
 from ._fork import Cell
-from ._grad import DifferentiatedSite, backward_pass, value_and_aux
 from ._plan_probes import plan_probes, with_reads
 
 
