@@ -18,7 +18,7 @@ from ._errors import GradError
 from ._fit import known
 from ._fold import Fold
 from ._interpreter import Replay
-from ._markers import mark
+from ._markers import Mark
 from ._plan_probes import ProbePlan, is_sum
 from ._probe import (
     ReducedProbe,
@@ -200,7 +200,9 @@ def _sowing(entry: Entry) -> Callable[[Any, Any], Any]:
 
         def example(cts: list[Any]) -> None:
             leaves, structure = Structure.flatten(as_tangent(label.structure, cts), is_array)
-            mark(leaves, dataclasses.replace(label, structure=structure), ((),) * len(leaves))
+            here = dataclasses.replace(label, structure=structure)
+            # No `Tag`: an outer `plant` is not to reach this.
+            Mark(list(map(jax.typeof, leaves)), here, ((),) * len(leaves))(*leaves)
 
         step = lambda ct, branch: over_cotangents(example, entry.marker.positions)(ct)
     for length in reversed(known(entry.around)):

@@ -81,7 +81,11 @@ def test_a_plant_around_a_gradient():
     layer = lambda x, _: (sow(x, name="h") ** 2, None)
     layers = lambda x: jnp.sum(lax.scan(layer, x, length=2)[0])
     wanted = jnp.stack([12 * X**3, 6 * X**2])
-    close(plant(grad(layers), {"h": at(1, scale(3.0))})(X), {"h": wanted})
+    edits = {"h": at(1, scale(3.0))}
+    close(plant(grad(layers), edits)(X), {"h": wanted})
+    reducers = {"h": (harvest.folds.mean(), jnp.sum, None)}
+    reduced = (wanted.mean(axis=0), wanted.sum(axis=1), wanted)
+    close(plant(grad(layers, reducers), edits)(X), {"h": reduced})
 
 
 def test_a_planted_value_is_a_constant():
