@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ Arguments = Callable[[Sequence[int]], list[Range]]
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What is known of a site, in one branch of the `cond`s around it, before anything runs."""
+    """What is known of a variant of a site before anything runs."""
 
     place: Place
     key: str
@@ -50,6 +51,7 @@ class _Runs:
         self.index, self.lane, self.stats = jax.tree.map(lambda *x: np.concatenate(x), *tables)
         steps = iter(self.index.T)
         columns = [_column(part, steps, len(self.index)) for part in site.path]
+        self.loops = [part for part in site.path if isinstance(part, LoopIndex)]
         self.time = np.stack(columns, axis=1).tolist()
         # In the first of the tables: the others have what was before.
         self.found = np.flatnonzero(result["found"][_ran(site, result["rows"][0])]).tolist()
@@ -60,7 +62,7 @@ class _Runs:
 
 
 def _ran(site: Watched, row: Any) -> Any:
-    return row["ran"] & (row["branch"] == site.place[1])
+    return row["ran"] & (row["variant"] == site.place[1])
 
 
 def _table(site: Watched, row: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -75,29 +77,27 @@ def _table(site: Watched, row: Any) -> tuple[Any, Any, dict[str, Any]]:
 def _column(part: int | LoopIndex, steps: Iterator[Any], count: int) -> Any:
     if not isinstance(part, LoopIndex):
         return np.full(count, part)
-    return -next(steps) if part.reverse else next(steps)
+    return part.order(next(steps))
 
 
 def range_of(name: str, kind: Any, stats: Any) -> Range:
-    low, high = float(np.min(stats["low"])), float(np.max(stats["high"]))
+    low, high = float(np.min(stats["low"])) + 0.0, float(np.max(stats["high"])) + 0.0  # no -0
     return Range(name, kind, low, high, bool(np.any(stats["nan"])), bool(np.any(stats["inf"])))
 
 
 def _fault(runs: _Runs, row: int, others: Mapping[Place, _Runs], arguments: Arguments) -> Fault:
     site, index, lane = runs.site, runs.index[row].tolist(), runs.lane[row].tolist()
-    given = {-1 - source.place[0] for source in site.sources if source.place[0] < 0}
+    orders = [loop.order(i) for loop, i in zip(runs.loops, index, strict=False)]
+    reaching = [s for s in site.sources if all(map(operator.ge, orders, s.rounds))]
+    given = {-1 - source.place[0] for source in reaching if source.place[0] < 0}
     inputs = arguments(sorted(given))
-    seen = collections.defaultdict(list)
-    for source in site.sources:
+    ways = collections.defaultdict(list)
+    for source in reaching:
         if source.place in others and (rows := _before(runs, row, others[source.place], source)):
-            seen[source.place[0]].append((source, others[source.place], rows))
-    for position in sorted(seen):
-        # In step with the fault rather than whatever came last.
-        _, run, rows = max(
-            seen[position],
-            key=lambda s: (len(s[0].aligned), -len(s[0].stacked), s[1].time[s[2][-1]]),
-        )
-        inputs.append(run.range(rows))
+            ways[source.place[0]].append((source, others[source.place], rows))
+    for position in sorted(ways):
+        _, other, rows = max(ways[position], key=_nearness)
+        inputs.append(other.range(rows))
     return Fault(
         site.key,
         site.kind,
@@ -112,11 +112,25 @@ def _fault(runs: _Runs, row: int, others: Mapping[Place, _Runs], arguments: Argu
 def _before(runs: _Runs, row: int, other: _Runs, source: Source) -> list[int]:
     """The rows of a source that a value is computed from, the last one last."""
     chosen = np.array([time < runs.time[row] for time in other.time], bool)
-    for outer, loop in source.aligned:
-        chosen &= other.index[:, outer] == runs.index[row, loop]
+    for outer, loop, offset, exact in source.aligned:
+        number = offset if loop is None else offset + runs.index[row, loop]
+        later = other.loops[outer].order(other.index[:, outer]) - other.loops[outer].order(number)
+        chosen &= (later == 0) if exact else (later <= 0)
+    for outer, length, offset in source.stacked:
+        if outer is not None:
+            steps = other.index[:, outer] - offset
+            chosen &= (0 <= steps) & (steps < length)
     if other.lane.shape[1] == runs.lane.shape[1]:
         same = chosen & (other.lane == runs.lane[row]).all(axis=1)
         chosen = same if same.any() else chosen
     rows = sorted(np.flatnonzero(chosen).tolist(), key=lambda row: other.time[row])
-    loops = [loop for loop in range(other.index.shape[1]) if loop not in dict(source.stacked)]
+    stacked = {axis.outer for axis in source.stacked}
+    loops = [loop for loop in range(other.index.shape[1]) if loop not in stacked]
     return [r for r in rows if (other.index[r] == other.index[rows[-1]])[loops].all()]
+
+
+def _nearness(way: tuple[Source, _Runs, list[int]]) -> tuple[Any, ...]:
+    """Of the ways from a site to a value, the one with most of the same iterations is reported."""
+    source, other, rows = way
+    aligned = sum(a.loop is not None for a in source.aligned)
+    return aligned, -len(source.stacked), [-count for count in source.rounds], other.time[rows[-1]]

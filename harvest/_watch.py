@@ -6,11 +6,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ._entry import Entry
 from ._fold import Fold, Level
 from ._reading import Folded, Reading
 from ._structure import is_array
+from ._upstream import Variant, number_of, variants
 
 
 class Watch(Fold):
@@ -22,7 +24,7 @@ class Watch(Fold):
     infinities: bool = eqx.field(static=True)
     depth: int | None = eqx.field(static=True, default=None)  # fold all loops, at most so many
     loops: int = eqx.field(static=True, default=0)  # that are folded
-    branch: int = eqx.field(static=True, default=0)  # of the `cond`s around
+    variant: int = eqx.field(static=True, default=0)  # of the site
 
     def within(self, lengths):
         levels = tuple(Level(self.depth is not None or length is None) for length in lengths)
@@ -44,25 +46,26 @@ class Watch(Fold):
     def _place(self, index):
         steps = jnp.asarray(index, int).reshape(-1)
         return {
-            "branch": jnp.asarray(self.branch),
+            "variant": jnp.asarray(self.variant),
             "index": jnp.pad(steps, (0, self.loops - steps.size)),
         }
 
 
 class Noted(Folded):
-    """A `Watch` that notes which of the branches of the `cond`s around the site has run."""
+    """A `Watch` that notes which of its variants the site has run in."""
 
-    markers: tuple[int, ...] = eqx.field(static=True, default=())  # their identities
+    variants: tuple[Variant, ...] = eqx.field(static=True, default=())
 
     @staticmethod
     def of(reading: Reading, entry: Entry) -> Reading:
         (part,) = reading.parts
         fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-        markers = tuple(id(inner.marker) for inner, _ in entry.innermost())
-        return dataclasses.replace(reading, parts=(Noted(**fields, markers=markers),))
+        noted = Noted(**fields, variants=tuple(variants(entry)))
+        return dataclasses.replace(reading, parts=(noted,))
 
     def read(self, marker, leaves, loops):
-        fold = dataclasses.replace(self.fold, branch=self.markers.index(id(marker)))
+        number = number_of(self.variants, marker, (loop.length for loop in loops))
+        fold = dataclasses.replace(self.fold, variant=number)
         return Folded.read(dataclasses.replace(self, fold=fold), marker, leaves, loops)
 
 
@@ -76,6 +79,7 @@ def stats_of(value: Any) -> dict[str, Any]:
     leaves = [leaf for leaf in jax.tree.leaves(value) if is_array(leaf) and hasattr(leaf, "dtype")]
     of = lambda *kinds: [x for x in leaves if any(jnp.issubdtype(x.dtype, k) for k in kinds)]
     for leaf in of(jnp.inexact) or of(jnp.integer, jnp.bool_):
+        leaf = lax.optimization_barrier(leaf)  # else XLA computes it again for each reduction
         nan |= jnp.any(jnp.isnan(leaf))
         inf |= jnp.any(jnp.isinf(leaf))
         size = jnp.abs(leaf) if jnp.iscomplexobj(leaf) else jnp.asarray(leaf)

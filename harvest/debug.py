@@ -1,5 +1,6 @@
 """Finding faults: where the first NaN is."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from ._report import Range as Range
 from ._report import Report as Report
 from ._select import Chosen, check_select, is_static
 from ._stage import Program, Transformed, trace_afresh, trace_cached
-from ._upstream import Upstream
+from ._upstream import Upstream, variants
 from ._watch import Noted, Watch, stats_of
 
 __all__ = ["Fault", "Range", "Report", "nonfinite"]
@@ -85,16 +86,17 @@ class Nonfinite(Transformed):
                 "`debug.nonfinite` was called under `jit` or another transform, and has no values "
                 "to report on; put it outside: `debug.nonfinite(jax.jit(fn))(...)`"
             )
-        watched, found = super().__call__(*args, **kwargs)
-        found = [jax.tree.map(np.asarray, site) for site in found]
+        with jax.debug_nans(False), jax.debug_infs(False):  # empty ranges are infinite
+            watched, found = super().__call__(*args, **kwargs)
+            found = [jax.tree.map(np.asarray, site) for site in found]
+            return report(watched, found, functools.partial(self._ranges, args, kwargs))
 
-        def arguments(positions: Sequence[int]) -> list[Range]:
-            program = trace_cached("debug.nonfinite", self.fn, args, kwargs)
-            stats = [jax.jit(stats_of)(program.leaves[i]) for i in positions]
-            rows = zip(positions, stats, strict=True)
-            return [range_of(program.name(i), "argument", stats) for i, stats in rows]
-
-        return report(watched, found, arguments)
+    def _ranges(self, args: Any, kwargs: Any, positions: Sequence[int]) -> list[Range]:
+        """Those of some arguments, by their positions among the leaves."""
+        program = trace_cached("debug.nonfinite", self.fn, args, kwargs)
+        stats = jax.device_get([jax.jit(stats_of)(program.leaves[i]) for i in positions])
+        names = map(program.name, positions)
+        return [range_of(name, "argument", s) for name, s in zip(names, stats, strict=True)]
 
     def _resolved(self, args, kwargs, trace):
         if is_static(self.select) or trace is trace_afresh:
@@ -139,17 +141,17 @@ def _watched(program: Program, entries: Sequence[Entry], actions: Any) -> tuple[
     upstream = Upstream(program.walk, program.jaxpr, [action is not None for action in actions])
     return tuple(
         Watched(
-            (position, branch),
+            (position, number),
             entry.key,
             inner.marker.label.kind,
             inner.source,
             _known(action, loops),
-            upstream.paths[position, branch],
-            upstream.sources[position, branch],
+            upstream.paths[position, number],
+            upstream.sources[position, number],
         )
         for position, (entry, action) in enumerate(zip(entries, actions, strict=True))
         if action is not None
-        for branch, (inner, loops) in enumerate(entry.innermost())
+        for number, ((_, loops), inner) in enumerate(variants(entry).items())
     )
 
 
