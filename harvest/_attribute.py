@@ -11,11 +11,12 @@ from ._apply import apply_edit
 from ._differentiate import DifferentiatedSite, backward_pass, value_and_aux
 from ._edit_nodes import Loop
 from ._entry import Entry
-from ._errors import UnsupportedError
+from ._errors import GradError, UnsupportedError
 from ._experiments import Cells, Experiment, Experiments
 from ._fit import known
 from ._fork import Cell
 from ._plan_probes import plan_probes, with_reads
+from ._probe import has_derivative
 
 
 def attribute(
@@ -50,7 +51,7 @@ def attribute(
 
     - `fn`: as for [`harvest.reap`][]; it returns a real scalar.
     - `source`, `edit`, `grid`, `batch_size`: as for [`harvest.sweep`][]. Edits need not be
-        differentiable.
+        differentiable. What they change in integers next to other arrays counts for nothing.
 
     **Returns:**
 
@@ -58,7 +59,7 @@ def attribute(
 
     **Raises:**
 
-    - [`harvest.GradError`][]: the result of `fn` is no real scalar.
+    - [`harvest.GradError`][]: the result of `fn` is no real scalar, or a site has no derivative.
     - As [`harvest.sweep`][].
     """
     return Attribute(fn, source, edit, grid, batch_size)
@@ -90,6 +91,14 @@ class Attribute(Experiments):
 
 
 def _check_readable(experiments: Sequence[Experiment], entries: Sequence[Entry]) -> None:
+    """Raise if of any site there is no value or no derivative."""
+    for entry in (e.entry for e in experiments):
+        avals = entry.marker.in_avals
+        if avals and not any(map(has_derivative, avals)):
+            raise GradError(
+                f"`attribute`: {entry.describe()} has no real or complex numbers, and so no "
+                "derivative; use `harvest.sweep`"
+            )
     readable = {entry.key for entry in entries if entry.readable}
     for entry in (e.entry for e in experiments):
         if entry.key not in readable:
@@ -112,7 +121,8 @@ def _estimate(experiment: Experiment, values: list[Any], grads: list[Any], zero:
         after = apply_edit(edit, marker, before, loops, entry.describe())
         edited = _types.axes_to_front(after, marker.positions)
         changes = (
-            jnp.sum((new - old) * grad[index]).real.astype(zero.dtype)
+            # What is left alone may be infinite, as a masked score is.
+            jnp.sum(jnp.where(new == old, 0, (new - old) * grad[index])).real.astype(zero.dtype)
             for new, old, grad in zip(edited, here, grads, strict=True)
             if grad is not None
         )

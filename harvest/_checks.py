@@ -32,8 +32,8 @@ def check_open(entry: Entry, what: str) -> None:
         return
     hint = {
         PREDICATE: "sow it in the body of the loop",
-        BATCHED_WHILE: "which lanes run cannot be told apart from the other axes of its value; put "
-        f"`{what}` inside: `jax.vmap({what}(f))`",
+        BATCHED_WHILE: "which lanes run cannot be told apart from the other axes of its value; "
+        + _inside_vmap(what),
     }.get(
         entry.blocked,
         "which cannot be opened: sow its inputs or outputs instead, or leave the site out by "
@@ -41,6 +41,12 @@ def check_open(entry: Entry, what: str) -> None:
     )
     inside = entry.blocked if " " in entry.blocked else f"`{entry.blocked}`"
     raise UnsupportedError(f"`{what}`: {entry.describe()} is inside {inside}, {hint}")
+
+
+def _inside_vmap(what: str) -> str:
+    if what == "debug.nonfinite":  # which reports on values, and is the outermost
+        return "run it on one example at a time"
+    return f"put `{what}` inside: `jax.vmap({what}(f))`"
 
 
 def check_stackable(reading: Reading, entry: Entry, what: str) -> None:
@@ -128,7 +134,7 @@ def phantoms(entries: Sequence[Entry], what: str) -> Iterator[str]:
         yield (
             f"{key!r} (sown at {entry.source}) is in a branch of a `cond` whose predicate `vmap` "
             "batched: JAX then evaluates all branches for all examples, so that it looks as if "
-            f"each had run; put `{what}` inside: `jax.vmap({what}(f))`"
+            f"each had run; {_inside_vmap(what)}"
         )
 
 

@@ -70,7 +70,7 @@ def value_and_aux(result: Any, has_aux: bool = False, what: str = "grad") -> tup
     """The scalar that a function returns, and what it returns beside."""
     if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
         raise GradError(
-            f"`{what}(..., has_aux=True)` got a result of type {_types.describe(result)}; wanted a "
+            f"`{what}(..., has_aux=True)` got {_types.describe(result)} as a result; wanted a "
             "pair of a scalar and anything else"
         )
     value, aux = result if has_aux else (result, None)
@@ -78,9 +78,11 @@ def value_and_aux(result: Any, has_aux: bool = False, what: str = "grad") -> tup
         array = jnp.asarray(value)
         if not array.shape and jnp.issubdtype(array.dtype, jnp.floating):
             return array, aux
+    pair = what == "grad" and isinstance(value, tuple) and len(value) == 2
+    hint = ", or pass `has_aux=True` for a pair of a scalar and anything else" if pair else ""
     raise GradError(
-        f"`{what}` got a result of type {_types.describe(value)}; wanted a real scalar: reduce it "
-        "inside of the function, as by `jnp.sum`"
+        f"`{what}` got {_types.describe(value)} as a result; wanted a real scalar: reduce it "
+        f"inside of the function, as by `jnp.sum`{hint}"
     )
 
 

@@ -85,10 +85,11 @@ class Experiments(Transformed):
     def _edit(
         self, entry: Entry, site: Site, keys: Mapping[str, str]
     ) -> Callable[[Index, Any], Edit]:
-        if is_sum(entry):
+        if is_sum(entry) and not self._takes_sum(entry):
             raise UnsupportedError(
-                f"`{self._what}`: {entry.describe()} is in a `cond` whose branches sow it with "
-                "different types; sow it under two names"
+                f"`{self._what}`: {entry.describe()} is sown in some branches of a `cond` only, or "
+                "with different types; sow it in every branch, or use `jax.lax.map` over "
+                "`harvest.plant`"
             )
         matching = [
             edit
@@ -109,6 +110,10 @@ class Experiments(Transformed):
             return Swept(edit.fn, here, row)
 
         return edit_at
+
+    def _takes_sum(self, entry: Entry) -> bool:
+        """Whether sites whose value is a `CondSum` can be edited."""
+        return False
 
     def _source_of(self, entry: Entry) -> tuple[Any, ...]:
         if self.source is None:
@@ -175,10 +180,26 @@ class Swept(Call):
                 eqx.combine(examples, shared),
                 is_leaf=_is_per_example,
             )
-            return self.fn(value, *structure.unflatten(leaves), *row)
+            try:
+                return self.fn(value, *structure.unflatten(leaves), *row)
+            except Exception as error:
+                error.add_note(f"harvest: here, an edit is called with {self._given()}")
+                raise
 
         also = (context.positions,) if alike else ()
         return context.mapped(edited, also)(value, leaves, examples)
+
+    def _given(self) -> str:
+        """What the user's function gets."""
+        given = ["the value"]
+        given += ["the value of the source"] if self.source else ["no source"]
+        if not self.row:
+            given += ["no row (there is no grid)"]
+        elif isinstance(self.row[0], dict):
+            given += [f"a row, which is a dict with the keys {list(self.row[0])}"]
+        else:
+            given += ["a row of the grid"]
+        return f"{given[0]}, {given[1]} and {given[2]}"
 
 
 def _batch_axes(

@@ -69,6 +69,7 @@ def prepared(edit: Edit, entry: Entry, mode: Mode = "strict") -> Edit:
         _check_not_occurrences(edit.value, entry, mode)
         return _branchwise(edit.value, entry, _replacing)
     if isinstance(edit, Push):
+        _check_not_occurrences(edit.value, entry, mode)
         return _branchwise(edit.value, entry, _pushing)
     edit = _nested(edit, entry)
     for inner, loops in entry.innermost():

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from . import _compat
+from . import _compat, _types
 from ._errors import SelectError
 from ._fold import Fold, Level, flat_index, is_type
 from ._structure import is_array
@@ -190,6 +190,8 @@ class MeanFold(Fold):
 
 
 def _mean_dtype(aval: Any) -> Any:
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        raise SelectError(f"got a fold that adds, and values of type {_types.short(aval)}")
     return jax.eval_shape(jnp.mean, aval).dtype
 
 
@@ -235,29 +237,33 @@ class CountFold(Fold):
 
 class MomentsFold(Fold):
     def init(self, aval):
-        mean = _each(lambda a: _full(a, 0, _accumulated(a)), aval)
-        squares = _each(lambda m: jnp.zeros_like(m.real), mean)
+        total = _each(lambda a: _full(a, 0, _accumulated(a)), aval)
+        squares = _each(lambda s: jnp.zeros_like(s.real), total)
         count, dtypes = jnp.zeros((), int), _each(_mean_dtype, aval)
-        return {"mean": mean, "squares": squares, "count": count, "dtypes": dtypes}
+        return {"sum": total, "squares": squares, "count": count, "dtypes": dtypes}
 
     def update(self, state, value, index):
         # Welford's algorithm, which does not cancel: Technometrics 4 (1962), 419.
+        def off(v, s, n):
+            """The distance from the mean of `n` values whose sum is `s`."""
+            return v.astype(s.dtype) - s / jnp.maximum(n, 1).astype(s.dtype)
+
         count = state["count"] + 1
-        before = _each(lambda v, m: v.astype(m.dtype) - m, value, state["mean"])
-        mean = _each(lambda m, d: m + d / count.astype(d.dtype), state["mean"], before)
-        after = _each(lambda v, m: v.astype(m.dtype) - m, value, mean)
+        total = _each(lambda v, s: s + v.astype(s.dtype), value, state["sum"])
+        before = _each(lambda v, s: off(v, s, state["count"]), value, state["sum"])
+        after = _each(lambda v, s: off(v, s, count), value, total)
         squares = _each(lambda s, a, b: s + (a * jnp.conj(b)).real, state["squares"], before, after)
-        return state | {"mean": mean, "squares": squares, "count": count}
+        return state | {"sum": total, "squares": squares, "count": count}
 
     def finish(self, state, count):
-        def mean(m, dtype):
-            return jnp.where(count > 0, m, jnp.nan).astype(dtype)
+        def mean(s, dtype):
+            return (s / count.astype(s.dtype)).astype(dtype)
 
         def variance(s, dtype):
             # Real, if the values are complex.
             return (s / count.astype(s.dtype)).astype(jnp.finfo(dtype).dtype)
 
-        mean = _each(mean, state["mean"], state["dtypes"])
+        mean = _each(mean, state["sum"], state["dtypes"])
         return Moments(mean, _each(variance, state["squares"], state["dtypes"]))
 
 

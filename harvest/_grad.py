@@ -55,8 +55,8 @@ def grad(
         the backward pass, inside the loops, so that whole gradients are never kept; a fold combines
         the stacked gradient. Leaves without derivative are None to them.
     - `argnums`: arguments of `fn` to differentiate with respect to as well, in the same backward
-        pass: an int or a sequence of ints. Their leaves that are no floating-point arrays get None,
-        as from `equinox.filter_grad`.
+        pass: an int or a sequence of ints. Of their leaves, those that are no real or complex
+        arrays get None, as from `equinox.filter_grad`; each has to have one that is.
     - `mode`: as for [`harvest.reap`][]: tuples of all occurrences in `"append"`.
     - `has_aux`: whether `fn` returns a pair, the second item of which is passed on.
 
@@ -68,7 +68,9 @@ def grad(
     integers, as in JAX, and None for static leaves. With `argnums`, a pair of that and the
     gradients of the arguments; with `has_aux`, a pair of all that and the second item.
 
-    What `fn` sows can still be collected: `capture(grad(fn))` returns gradients and values.
+    What `fn` sows can still be collected: `capture(grad(fn))` returns gradients and values. (JAX
+    then evaluates functions with a custom derivative rule by that rule, and not by their body: what
+    is sown only there can be collected by `capture(fn)`.)
 
     **Raises:**
 
@@ -178,7 +180,8 @@ def _places(program: Program, argnums: int | tuple[int, ...], count: int) -> lis
     for argnum in (argnums,) if isinstance(argnums, int) else argnums:
         if not isinstance(argnum, int) or not -count <= argnum < count:
             raise GradError(
-                f"`grad` got `argnums={argnums}` in a call with {count} positional arguments"
+                f"`grad` got `argnums={argnums}` in a call with {count} positional argument"
+                f"{'' if count == 1 else 's'}; pass what is to be differentiated by position"
             )
 
         def place(leaf: Any) -> Any:

@@ -20,6 +20,7 @@ from ._edits import as_edit
 from ._entry import Entry
 from ._errors import PlantError
 from ._fit import Mode, prepared
+from ._fold import Fold
 from ._plan import Plan
 from ._select import check_found, matches
 
@@ -43,6 +44,11 @@ def plan_plants(
             raise PlantError(
                 f"`{argument}` got a value for {select!r}; wanted an edit or a callable, since "
                 "only a key stands for a single site"
+            )
+        if isinstance(plant, Fold):
+            raise PlantError(
+                f"`{argument}` got a fold for {select!r}; wanted a value or an edit: folds are for "
+                "the `select` of `reap` and `capture`"
             )
         mine = [row for row in rows if matches(select, row[2], keys)]
         if _is_value(plant, mine):

@@ -53,15 +53,16 @@ class Program(NamedTuple):
         outs = list(map(_compat.as_array, outs, self.jaxpr.out_avals))
         return jax.tree.unflatten(self.out, outs).unflatten()
 
-    def name(self, leaf: int) -> str:
-        """Where a leaf is among the arguments: `args[0]["w"]`."""
+    def names(self) -> list[str]:
+        """Where each leaf is among the arguments: `args[0]['w']`."""
         fn, args, kwargs = self.structure.unflatten(map(Place, range(len(self.leaves))))
+        names = {}
         for name, tree in (("fn", fn), ("args", args), ("kwargs", kwargs)):
-            rows = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x == Place(leaf))
-            for path, place in rows:
-                if place == Place(leaf) and isinstance(place, Place):
-                    return name + jax.tree_util.keystr(path)
-        raise AssertionError("a program has each of its leaves")
+            is_place = lambda node: isinstance(node, Place)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_place):
+                if is_place(leaf):
+                    names[leaf.position] = name + jax.tree_util.keystr(path)
+        return [names[position] for position in range(len(self.leaves))]
 
     def places(self, argument: int) -> Any:
         """A tree like an argument, with a `Place` for each of its dynamic leaves."""

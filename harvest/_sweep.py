@@ -85,15 +85,16 @@ def sweep(
 
     Results have no reverse-mode derivative: use [`harvest.attribute`][], or `jax.vmap` of `plant`.
     For any other experiment (several sites in each run, windows of layers), the way is `jax.vmap`
-    or `jax.lax.map` over `plant(fn, {key: harvest.at(index, edit)})` with a traced index.
+    or `jax.lax.map` over `plant(fn, {key: harvest.at(index, edit)})` with a traced index. To plant,
+    collect or differentiate in each run, transform `fn`: `sweep(plant(fn, ...), ...)`.
 
     **Raises:**
 
     - [`harvest.UnknownSiteError`][], [`harvest.DuplicateSiteError`][]: as [`harvest.plant`][].
     - [`harvest.PlantError`][]: an edit returns another tree, shape or dtype than that of the site;
         or a source has other loops.
-    - [`harvest.UnsupportedError`][]: a site is in a `while_loop`, or in a `cond` whose branches sow
-        it with different types.
+    - [`harvest.UnsupportedError`][]: a site is in a `while_loop`; or in some branches of a `cond`
+        only, or with different types, and in a loop in there, or with a source.
     """
     return Sweep(fn, source, edit, grid, batch_size, progress)
 
@@ -132,6 +133,10 @@ class Sweep(Experiments):
         )
         keys = [e.entry.key for e in experiments]
         return [(key, _forward_only(results[key]).unflatten()) for key in keys], warnings
+
+    def _takes_sum(self, entry):
+        # In branches that do not have it there is nothing to edit.
+        return self.source is None and all(loops == entry.loops for _, loops in entry.innermost())
 
     def _tick(self, experiments: Sequence[Experiment]) -> Callable[[int], None]:
         if not self.progress:

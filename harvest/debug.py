@@ -95,8 +95,8 @@ class Nonfinite(Transformed):
         """Those of some arguments, by their positions among the leaves."""
         program = trace_cached("debug.nonfinite", self.fn, args, kwargs)
         stats = jax.device_get([jax.jit(stats_of)(program.leaves[i]) for i in positions])
-        names = map(program.name, positions)
-        return [range_of(name, "argument", s) for name, s in zip(names, stats, strict=True)]
+        names = program.names()
+        return [range_of(names[i], "argument", s) for i, s in zip(positions, stats, strict=True)]
 
     def _resolved(self, args, kwargs, trace):
         if is_static(self.select) or trace is trace_afresh:

@@ -151,13 +151,13 @@ def test_results_without_sites():
 # ------------------------------------------------------------------------------- what is refused
 
 RESULTS = [
-    (lambda h: h, r"got a result of type f32\[3\]; wanted a real scalar.*as by `jnp.sum`"),
-    (lambda h: jnp.sum(lax.complex(h, h)), r"got a result of type c64\[\]; wanted a real scalar"),
-    (lambda h: jnp.sum(h > 0), r"got a result of type i32\[\]; wanted a real scalar"),
-    (lambda h: jnp.any(h > 0), r"got a result of type bool\[\]; wanted a real scalar"),
-    (lambda h: 3, "got a result of type .*; wanted a real scalar"),
-    (lambda h: None, "got a result of type a `NoneType`; wanted a real scalar"),
-    (lambda h: (jnp.sum(h), h), "got a result of type a `tuple`; wanted a real scalar"),
+    (lambda h: h, r"got f32\[3\] as a result; wanted a real scalar.*as by `jnp.sum`"),
+    (lambda h: jnp.sum(lax.complex(h, h)), r"got c64\[\] as a result; wanted a real scalar"),
+    (lambda h: jnp.sum(h > 0), r"got i32\[\] as a result; wanted a real scalar"),
+    (lambda h: jnp.any(h > 0), r"got bool\[\] as a result; wanted a real scalar"),
+    (lambda h: 3, "got .* as a result; wanted a real scalar"),
+    (lambda h: None, "got a `NoneType` as a result; wanted a real scalar"),
+    (lambda h: (jnp.sum(h), h), "got a `tuple` as a result; wanted a real scalar"),
 ]
 
 
@@ -172,16 +172,16 @@ def test_results_that_are_no_real_scalar(result, message):
 
 
 PAIRLESS = [
-    (jnp.sum, r"type f32\[\]"),
-    (lambda x: (jnp.sum(x),), "type a `tuple`"),
-    (lambda x: (jnp.sum(x), x, x), "type a `tuple`"),
-    (lambda x: {"a": jnp.sum(x), "b": x}, "type a `dict`"),
+    (jnp.sum, r"f32\[\]"),
+    (lambda x: (jnp.sum(x),), "a `tuple`"),
+    (lambda x: (jnp.sum(x), x, x), "a `tuple`"),
+    (lambda x: {"a": jnp.sum(x), "b": x}, "a `dict`"),
 ]
 
 
 @pytest.mark.parametrize("fn, got", PAIRLESS)
 def test_results_that_are_no_pair(fn, got):
-    with pytest.raises(GradError, match=f"has_aux=True.* got a result of {got}; wanted a pair"):
+    with pytest.raises(GradError, match=f"has_aux=True.* got .*{got}.*; wanted a pair"):
         grad(lambda x: fn(sow(x, name="h")), has_aux=True)(X)
 
 
@@ -203,7 +203,7 @@ def test_arguments_that_cannot_be_differentiated(argnums, args, message):
 
 
 def test_arguments_by_keyword_cannot_be_differentiated():
-    with pytest.raises(GradError, match="`argnums=1` in a call with 1 positional arguments"):
+    with pytest.raises(GradError, match="`argnums=1` in a call with 1 positional argument"):
         grad(f, argnums=1)(X, y=Y)
 
 

@@ -262,8 +262,10 @@ def in_a_predicate(x):
     return lax.while_loop(lambda x: sow(x, name="h")[0] < 5, lambda x: x + 1, x)
 
 
-def in_one_branch(x):
-    return lax.cond(x[0] > 0, lambda x: sow(x, name="h"), lambda x: x, x)
+def in_branches(x):
+    """A vector in one of them, a number in the other."""
+    other = lambda x: x * sow(x[0], name="h")
+    return lax.cond(x[0] > 0, lambda x: lax.map(lambda x: sow(x, name="h"), x), other, x)
 
 
 def in_a_solve(x):
@@ -276,7 +278,7 @@ REFUSED = [
     (twice, DuplicateSiteError, r"'h' is sown 2 times:(\n.*test_sweep.py:\d+){2}"),
     (in_a_while, UnsupportedError, r"'h' \(sown at .*test_sweep.py.* is inside a `while_loop`"),
     (in_a_predicate, UnsupportedError, "is inside the predicate of a `while_loop`"),
-    (in_one_branch, UnsupportedError, "is in a `cond` whose branches .* sow it under two names"),
+    (in_branches, UnsupportedError, "in some branches of a `cond` only.*sow it in every branch"),
     (in_a_solve, UnsupportedError, "inside `custom_linear_solve`, which cannot be opened"),
 ]
 
@@ -288,3 +290,13 @@ def test_programs_that_are_refused(transform, fn, kind, message):
         transform(fn, "h", zero())(X)
     with pytest.raises(kind, match=message):
         jax.jit(transform(fn, "h", zero()))(X)
+
+
+def test_a_site_of_one_branch_is_edited_where_it_runs():
+    def f(x):
+        return lax.cond(x[0] > 0, lambda x: jnp.cos(sow(x, name="h")), jnp.sin, x)
+
+    swept = sweep(f, "h", lambda h, row: h + row, jnp.arange(2.0))
+    x = jnp.ones(SIZE)
+    same(swept(x), {"h": jnp.stack([jnp.cos(x), jnp.cos(x + 1)])})
+    same(swept(-x), {"h": jnp.stack([jnp.sin(-x)] * 2)})
