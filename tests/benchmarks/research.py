@@ -45,27 +45,29 @@ def report_folds() -> None:
     print("\nTemp memory of a fold over the layers, beyond that of the plain model (bytes)")
     weights, x = model.parameters(), model.tokens()
     plain = temp_bytes(model.scanned, weights, x)
-    layer = jnp.asarray(3)
+    layer, edges = jnp.asarray(3), jnp.linspace(-5.0, 5.0, 101)
     folds = {
         "last": harvest.folds.last(),
         "at(traced)": harvest.folds.at(layer),
         "mean": harvest.folds.mean(),
         "maximum": harvest.folds.maximum(),
         "moments": harvest.folds.moments(),
-        "histogram": harvest.folds.histogram(jnp.linspace(-5.0, 5.0, 101)),
+        "histogram": harvest.folds.histogram(edges),
         "top_k(2)": harvest.folds.top_k(2),
         "every(4)": harvest.folds.every(4),
     }
     whole = temp_bytes(harvest.capture(model.scanned, "neurons"), weights, x) - plain
     value = jax.ShapeDtypeStruct((model.TOKENS, 4 * model.SIZE), x.dtype)
     stack = model.LAYERS * value.size * 4
+    # `jnp.histogram` of one value needs room of its own.
+    working = {"histogram": temp_bytes(lambda v: jnp.histogram(v, edges)[0], value)}
     for name, fold in folds.items():
         read = harvest.capture(model.scanned, {"neurons": fold})
         result = jax.eval_shape(read, weights, x)[1]["neurons"]
         # The slot of a fold, and the value of one layer that goes into it.
         slot = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((result, value)))
         beyond = temp_bytes(read, weights, x) - plain
-        verdict = check(beyond <= 2 * slot, f"temp memory of {name}")
+        verdict = check(beyond <= 2 * slot + working.get(name, 0), f"temp memory of {name}")
         print(f"  {name:12} slot {slot:>8}   beyond plain {beyond:>8}   {verdict}")
     print(f"  all layers   stack {stack:>7}   beyond plain {whole:>8}")
 
