@@ -276,9 +276,13 @@ class HistogramFold(Fold):
 
     def update(self, state, value, index):
         def counted(v, counts):
+            # As `jnp.histogram`, which refuses explicit shardings.
             dtype = _promoted(v.dtype, self.bins.dtype)
-            new, _ = jnp.histogram(v.ravel().astype(dtype), self.bins.astype(dtype))
-            return counts + new.astype(counts.dtype)
+            v, edges = _replicated(v).ravel().astype(dtype), self.bins.astype(dtype)
+            bins = jnp.searchsorted(edges, v, side="right") - 1
+            bins = jnp.where(v == edges[-1], counts.size - 1, bins)
+            inside = (v >= edges[0]) & (v <= edges[-1])
+            return counts.at[jnp.where(inside, bins, counts.size)].add(1, mode="drop")
 
         return _each(counted, value, state)
 
