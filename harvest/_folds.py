@@ -276,13 +276,10 @@ class HistogramFold(Fold):
 
     def update(self, state, value, index):
         def counted(v, counts):
-            # As `jnp.histogram`, which refuses explicit shardings.
             dtype = _promoted(v.dtype, self.bins.dtype)
-            v, edges = _replicated(v).ravel().astype(dtype), self.bins.astype(dtype)
-            bins = jnp.searchsorted(edges, v, side="right") - 1
-            bins = jnp.where(v == edges[-1], counts.size - 1, bins)
-            inside = (v >= edges[0]) & (v <= edges[-1])
-            return counts.at[jnp.where(inside, bins, counts.size)].add(1, mode="drop")
+            values = _replicated(v).ravel().astype(dtype)
+            new, _ = jnp.histogram(values, self.bins.astype(dtype))
+            return counts + new.astype(counts.dtype)
 
         return _each(counted, value, state)
 
