@@ -8,7 +8,8 @@ from ._checks import check_open, check_plantable, check_stackable, check_unique,
 from ._entry import Entry
 from ._fit import Mode
 from ._interpreter import Actions
-from ._reading import Reading, reading_of
+from ._reading import Reading
+from ._reducers import reading_of
 from ._select import Chosen, check_found, is_static, matches
 from ._site import Sites
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ._errors import SelectError, UnknownSiteError, nearest
-from ._reading import check_reducer
+from ._reducers import check_reducer
 from ._site import Site
 
 Select = None | str | Callable[[Site], bool] | Sequence["Select"]

@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from . import _types
 from ._errors import SelectError
 from ._fold import Fold as Fold
+from ._fold_results import Moments as Moments
+from ._fold_results import Stack as Stack
+from ._fold_results import TopK as TopK
 from ._folds import (
     AtFold,
     CountFold,
@@ -25,9 +28,6 @@ from ._folds import (
     StackFold,
     TopKFold,
 )
-from ._folds import Moments as Moments
-from ._folds import Stack as Stack
-from ._folds import TopK as TopK
 from ._structure import is_array
 
 __all__ = [

@@ -7,8 +7,8 @@ from jax import lax
 
 from .. import _compat
 from .._edit_nodes import Loop, split_each
+from .._loop_slots import LoopSlots
 from .._markers import SowEffect
-from .._reading import LoopSlots
 from .._rule import register_rule
 
 

@@ -13,7 +13,7 @@ from .._dependence import varying
 from .._edit_nodes import Loop
 from .._entry import BATCHED_WHILE, PREDICATE
 from .._errors import UnsupportedError
-from .._reading import LoopSlots
+from .._loop_slots import LoopSlots
 from .._rule import register_rule
 
 

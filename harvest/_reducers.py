@@ -1,0 +1,123 @@
+"""What a `select` may map to: checked, and made into how an entry is read."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from . import _compat, _types
+from ._batching import batch_sizes
+from ._entry import Entry
+from ._errors import SelectError
+from ._fold import Fold, Level
+from ._markers import Marker
+from ._reading import Folded, Mapped, Part, Reading, Slot, Whole, located
+from ._structure import Bound, Packed
+
+
+def check_reducer(reducer: Any) -> Any:
+    """A reducer as a pytree, or a `SelectError`."""
+    if isinstance(reducer, tuple | list):
+        return tuple(map(_check_single, reducer))
+    return _check_single(reducer)
+
+
+def _check_single(reducer: Any) -> Any:
+    if reducer is None or isinstance(reducer, Fold):
+        return reducer
+    if isinstance(reducer, functools.partial):
+        return Bound.of(reducer)
+    uncalled = getattr(reducer, "__module__", None) == f"{__package__}.folds"
+    if uncalled or (isinstance(reducer, type) and issubclass(reducer, Fold)):
+        name = f"folds.{reducer.__name__}" if uncalled else reducer.__name__
+        raise SelectError(
+            f"got `{name}` as a reducer; wanted what it returns: call it, as `{name}(...)`"
+        )
+    if not callable(reducer):
+        raise SelectError(
+            f"got the reducer {reducer!r} of type `{type(reducer).__name__}`; wanted None (the "
+            "value as it is), a function of the value, a fold such as `harvest.folds.mean()`, or "
+            "a tuple of these"
+        )
+    return reducer
+
+
+def reading_of(reducer: Any, entry: Entry) -> Reading:
+    """How a checked reducer reads an entry."""
+    single = not isinstance(reducer, tuple)
+    return Reading(tuple(_part(r, entry) for r in ([reducer] if single else reducer)), single)
+
+
+def _part(reducer: Any, entry: Entry) -> Part:
+    if reducer is None:
+        return Whole()
+    return _folded(reducer, entry) if isinstance(reducer, Fold) else Mapped(reducer)
+
+
+def _folded(fold: Fold, entry: Entry) -> Folded:
+    with located(entry.describe()):
+        rows = [(inner, loops, *fold.within(loops)) for inner, loops in entry.innermost()]
+        states = [Packed.pack(r[2].init(_example_type(r[0].marker))) for r in rows]
+    first, _, bound, levels = rows[0]
+    kept = [_kept(inner, loops, levels) for inner, loops, _, levels in rows]
+    # Where the branches of a `cond` have loops of their own, these can only be folded.
+    alike = all(row[3] == levels for row in rows)
+    for (_, _, also, _), sizes, state in zip(rows, kept, states, strict=True):
+        same = jax.tree.structure(also) == jax.tree.structure(bound)
+        fits = sizes == kept[0] and (alike or sizes.stacked == ())
+        if not (same and fits and _same_types(state, states[0])):
+            raise SelectError(
+                f"a fold needs values of one type, and the branches of the `cond` around "
+                f"{entry.describe()} sow it with different types or in different loops; sow it "
+                "under two names"
+            )
+    if None in kept[0].stacked:
+        raise SelectError(
+            f"a fold has to fold a `while_loop`, whose length is not known, for {entry.describe()}"
+        )
+    sizes = (*(n for n in kept[0].stacked if n is not None), *kept[0].batch)
+    leaves = [_broadcast(leaf, sizes) for leaf in states[0].leaves]
+    slot = Slot(Packed(leaves, states[0].structure), jnp.zeros(sizes, jnp.int32))
+    return Folded(bound, slot, levels if alike else None, len(sizes), first.lanes)
+
+
+def _example_type(marker: Marker) -> Any:
+    """The type of what is sown, in one iteration and for one example of a batch."""
+
+    def unbatched(aval: Any, axes: tuple[int | None, ...]) -> Any:
+        type = _types.unbatched(aval, axes)
+        sharding = getattr(aval, "sharding", None)
+        if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+            return type
+        spec = PartitionSpec(*(s for i, s in enumerate(sharding.spec) if i not in axes))
+        return type.update(sharding=NamedSharding(sharding.mesh, spec))
+
+    return marker.label.structure.unflatten(map(unbatched, marker.in_avals, marker.positions))
+
+
+class _Kept(NamedTuple):
+    """The axes that the results of a fold have in front."""
+
+    stacked: tuple[int | None, ...]  # of the loops that are not folded
+    batch: tuple[int, ...]
+    lanes: tuple[int, ...]
+
+
+def _kept(entry: Entry, loops: Sequence[int | None], levels: Sequence[Level]) -> _Kept:
+    stacked = tuple(n for n, level in zip(loops, levels, strict=True) if not level.folded)
+    batch = batch_sizes(entry.marker.in_avals, entry.marker.positions)
+    return _Kept(stacked, (*entry.lanes, *batch), entry.lanes)
+
+
+def _same_types(a: Packed, b: Packed) -> bool:
+    return a.structure == b.structure and _types.same_types(
+        list(map(jax.typeof, a.leaves)), list(map(jax.typeof, b.leaves))
+    )
+
+
+def _broadcast(leaf: Any, sizes: tuple[int, ...]) -> Any:
+    strong = _compat.like_weak(jnp.asarray(leaf), jax.ShapeDtypeStruct((), jnp.result_type(leaf)))
+    return jnp.broadcast_to(strong, (*sizes, *strong.shape))
