@@ -142,15 +142,32 @@ def is_ref(value: Any) -> bool:
         return False
 
 
+def varying(aval: Any) -> frozenset[str]:
+    """The manual mesh axes along which a value may differ; none under `check_vma=False`.
+
+    The attribute was called `vma` before 0.12.
+    """
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset() if manual is None else manual.varying
+
+
 def zeros(aval: Any) -> jax.Array:
     """Zeros of the type `aval`: of its sharding and varying mesh axes too, and of key types."""
-    value = jnp.zeros(aval.shape, aval.dtype)
-    sharding = getattr(aval, "sharding", None)
-    if sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
-        value = jax.sharding.reshard(value, sharding)
-    # The attribute was called `vma` before 0.12.
-    varying = getattr(getattr(aval, "manual_axis_type", None), "varying", ())
-    return lax.pcast(value, tuple(varying), to="varying") if varying else value
+    return placed_like(jnp.zeros(aval.shape, aval.dtype), aval)
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes that the `shard_map`s around have made manual."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def checks_varying() -> bool:
+    """Whether the innermost `shard_map` around, with manual axes, has `check_vma`.
+
+    Only what its index is typed as tells; `eval_shape` leaves no equation behind.
+    """
+    index = lambda: lax.axis_index(next(iter(manual_axes())))
+    return bool(varying(jax.eval_shape(index)))
 
 
 # --------------------------------------------------------------------------- equations
@@ -388,6 +405,23 @@ def while_params(eqn: JaxprEqn) -> WhileParams:
     )
 
 
+class ShardMapParams(NamedTuple):
+    jaxpr: Jaxpr  # [*args] -> [*outs], of shards
+    mesh: Any  # a `Mesh`, or an `AbstractMesh`
+    in_specs: tuple[Any, ...]
+    out_specs: tuple[Any, ...]
+    manual: tuple[str, ...]  # the axes that become manual, in the order of the mesh
+    check_vma: bool
+
+
+def shard_map_params(eqn: JaxprEqn) -> ShardMapParams:
+    p = eqn.params
+    manual = tuple(axis for axis in p["mesh"].axis_names if axis in p["newly_manual_axes"])
+    return ShardMapParams(
+        p["jaxpr"], p["mesh"], p["in_specs"], p["out_specs"], manual, p["check_vma"]
+    )
+
+
 def called_jaxpr(eqn: JaxprEqn) -> Jaxpr:
     """The body of `custom_jvp_call`, `custom_vjp_call`, `eval_jaxpr` and `composite`."""
     return eqn.params["call_jaxpr"]
@@ -400,14 +434,19 @@ def is_symbolic_zero(value: Any) -> bool:
 
 def placed_like(value: Any, aval: Any) -> Any:
     """`value` with the explicit sharding and the varying mesh axes that `aval` has."""
-    sharding = getattr(aval, "sharding", None)
-    explicit = sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-    if explicit and jax.typeof(value).sharding != sharding:
-        value = jax.sharding.reshard(value, sharding)
-    have = getattr(getattr(jax.typeof(value), "manual_axis_type", None), "varying", ())
-    want = getattr(getattr(aval, "manual_axis_type", None), "varying", ())
-    missing = tuple(axis for axis in want if axis not in have)
+    value = placed(value, getattr(aval, "sharding", None))
+    missing = tuple(sorted(varying(aval) - varying(jax.typeof(value))))
     return lax.pcast(value, missing, to="varying") if missing else value
+
+
+def placed(value: Any, sharding: Any) -> Any:
+    """`value` with a sharding, if mesh axes of that are explicit: then it is a part of its type."""
+    if sharding is None or jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+        return value
+    have = jax.typeof(value).sharding
+    if have.spec == sharding.spec and have.mesh == sharding.mesh.abstract_mesh:
+        return value
+    return jax.sharding.reshard(value, sharding)
 
 
 def like_weak(value: jax.Array, aval: Any) -> jax.Array:

@@ -30,6 +30,7 @@ from ._probe import (
     zeros_at,
 )
 from ._reap import reap
+from ._shards import Layout, Shards
 from ._stage import Program
 from ._structure import Packed, Structure, is_array, is_held
 
@@ -130,6 +131,8 @@ def _reduced_zeros(entry: Entry, reducer: Any) -> Packed | None:
     fns = reducer.fns if isinstance(reducer, Together) else (reducer,)
     if is_sum(entry) or not all(callable(fn) and not isinstance(fn, Fold) for fn in fns):
         return None
+    if entry.shards:
+        return None  # what a function makes of a shard has another place in the mesh
     marker = entry.marker
     avals = [
         _types.moved(aval, axes) if has_derivative(aval) else None
@@ -196,20 +199,44 @@ def _sowing(entry: Entry) -> Callable[[Any, Any], Any]:
 
         step = switched
     elif entry.branches is not None:
-        step = _sowing(next(filter(None, entry.branches)))
+        first = next(filter(None, entry.branches))
+        step = _sowing(dataclasses.replace(first, crossed=entry.crossed))
     else:
         label = entry.marker.label
 
         def example(cts: list[Any]) -> None:
             leaves, structure = Structure.flatten(as_tangent(label.structure, cts), is_array)
-            here = dataclasses.replace(label, structure=structure)
+            specs = label.spec and [
+                s for s, ct in zip(label.spec, cts, strict=True) if ct is not None
+            ]
+            here = dataclasses.replace(label, structure=structure, spec=specs and tuple(specs))
             # No `Tag`: an outer `plant` is not to reach this.
             Mark(list(map(jax.typeof, leaves)), here, ((),) * len(leaves))(*leaves)
 
-        step = lambda ct, branch: over_cotangents(example, entry.marker.positions)(ct)
+        shard = over_cotangents(example, entry.marker.positions)
+        for shards, layouts in reversed(entry.crossed):
+            shard = _in_shards(shard, shards, layouts)
+        step = lambda ct, branch: shard(ct)
     for length in reversed(known(entry.around)):
         step = functools.partial(_looped, step, length)
     return step
+
+
+def _in_shards(
+    step: Callable[[Any], Any], shards: Shards, layouts: Sequence[Layout]
+) -> Callable[[Any], Any]:
+    def sharded(cts: Sequence[Any]) -> None:
+        pairs = zip(layouts, cts, strict=True)
+        mine = [None if ct is None else layout.aligned(ct.ndim) for layout, ct in pairs]
+
+        def body(cts: Sequence[Any]) -> tuple[()]:
+            step([layout and layout.enter(ct) for layout, ct in zip(mine, cts, strict=True)])
+            return ()
+
+        specs = [layout and layout.spec for layout in mine]
+        jax.shard_map(body, in_specs=(specs,), out_specs=(), **shards.options)(cts)
+
+    return sharded
 
 
 def _looped(step: Callable[[Any, Any], Any], length: int, ct: Any, branch: Any) -> None:

@@ -11,6 +11,7 @@ from . import _compat, _types
 from ._batching import batch_sizes
 from ._compat import UserScope
 from ._markers import Mark, Tag
+from ._shards import Layout, Shards
 
 # Places in a `while_loop` that cannot be opened.
 PREDICATE = "the predicate of a `while_loop`"
@@ -69,17 +70,22 @@ class Entry:
     marker: Mark | Tag
     scope: tuple[UserScope, ...]
     type: Any
+    own: tuple[int, ...]  # how many axes, the last ones, each leaf has of its own
     loops: tuple[int | None, ...] = ()  # their lengths, outermost first; None if not known
     branches: "tuple[Entry | None, ...] | None" = None  # of the `cond` around it
     summed: bool = False  # those branches differ
     blocked: str | None = None  # the primitive around it that cannot be opened
     feeds: bool = True  # something besides marks uses the result of this `Tag`
     lanes: tuple[int, ...] = ()  # batch axes that it only has because it does not run in all lanes
+    # The `shard_map`s around it, outermost first, each with its layouts: a tree like `type`.
+    crossed: tuple[tuple[Shards, Any], ...] = ()
+    uneven: frozenset[str] = frozenset()  # mesh axes along which not all shards run it
 
     @staticmethod
     def of(marker: Mark | Tag, scope: tuple[UserScope, ...], feeds: bool) -> "Entry":
-        avals = zip(marker.in_avals, marker.positions, strict=True)
-        return Entry(marker, scope, [_types.moved(*a) for a in avals], feeds=feeds)
+        pairs = list(zip(marker.in_avals, marker.positions, strict=True))
+        own = tuple(_types.rank(_types.unbatched(*pair)) for pair in pairs)
+        return Entry(marker, scope, [_types.moved(*pair) for pair in pairs], own, feeds=feeds)
 
     @property
     def key(self) -> str:
@@ -89,6 +95,11 @@ class Entry:
     def source(self) -> str:
         """The user's file and line."""
         return self.marker.label.source
+
+    @property
+    def shards(self) -> tuple[Shards, ...]:
+        """The `shard_map`s around it, outermost first."""
+        return tuple(shards for shards, _ in self.crossed)
 
     @property
     def readable(self) -> bool:
@@ -142,6 +153,37 @@ class Entry:
         known = varies and len(batch) == len(lanes)
         return self if known or not self.readable else self.block(BATCHED_WHILE)
 
+    def sharded(self, shards: Shards) -> "Entry":
+        """As seen from outside a `shard_map`."""
+        layouts = self.layouts(shards)
+        branches = self.branches and tuple(b and b.sharded(shards) for b in self.branches)
+        return dataclasses.replace(
+            self,
+            type=jax.tree.map(shards.outside, self.type, layouts),
+            own=self.own if self.summed else tuple(map(_own_outside, self.own, layouts)),
+            branches=branches,
+            crossed=((shards, layouts), *self.crossed),
+        )
+
+    def layouts(self, shards: Shards) -> Any:
+        """How the shards of what is read here make up what is seen outside: a tree like `type`."""
+        if self.summed:
+            assert self.branches is not None
+            index = shards.stacking(self.type.index, len(self.type.index.shape))
+            return CondSum(index, tuple(b and b.layouts(shards) for b in self.branches))
+        specs = self.marker.label.spec or (None,) * len(self.type)
+        leaves = zip(self.type, self.own, specs, strict=True)
+        return [shards.layout(*leaf, self.describe()) for leaf in leaves]
+
+    def running_unevenly(self, axes: frozenset[str]) -> "Entry":
+        """As seen from outside a structure that not all shards along mesh axes run alike."""
+        if not axes:
+            return self
+        branches = self.branches and tuple(b and b.running_unevenly(axes) for b in self.branches)
+        type = jax.tree.map(lambda aval: _types.with_varying(aval, axes), self.type)
+        uneven = self.uneven | axes
+        return dataclasses.replace(self, type=type, branches=branches, uneven=uneven)
+
     def block(self, primitive: str) -> "Entry":
         """As seen from outside a primitive that cannot be opened."""
         return dataclasses.replace(self, blocked=self.blocked or primitive)
@@ -156,6 +198,10 @@ class Entry:
         for branch in self.branches:
             if branch is not None:
                 yield from branch.innermost((*outer, *self.around))
+
+
+def _own_outside(own: int, layout: Layout) -> int:
+    return own + (layout.axis is not None)
 
 
 def united_rows(branches: Sequence[Sequence[Entry]]) -> list[list[int | None]]:

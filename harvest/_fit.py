@@ -58,6 +58,12 @@ def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str) -> Any:
         raise PlantError(
             f"got {_types.short(got)}{at}, wanted {_types.short(wanted)}, for {where}{hint}"
         )
+    further = sorted(_compat.varying(got) - _compat.varying(wanted))
+    if further and _compat.manual_axes():
+        raise PlantError(
+            f"got a value{at} that varies along the mesh axes {further}, along which the one that "
+            f"it replaces does not, for {where}; reduce it, as by `jax.lax.pmean`"
+        )
     if weak:
         leaf = jnp.asarray(leaf, wanted.dtype)
     return _compat.placed_like(_compat.like_weak(jnp.asarray(leaf), wanted), wanted)
@@ -169,7 +175,8 @@ def _nested(edit: Edit, entry: Entry) -> Edit:
     if not isinstance(edit, Replace):
         fields = {f.name: getattr(edit, f.name) for f in dataclasses.fields(edit)}
         return type(edit)(**{name: _nested_field(v, entry) for name, v in fields.items()})
-    if not any(known(loops) for _, loops in entry.innermost()):
+    in_loops = any(known(loops) for _, loops in entry.innermost())
+    if not in_loops and not entry.shards:
         return edit
     for inner, loops in entry.innermost():
         once = [_types.dropped(aval, len(known(inner.loops))) for aval in inner.type]
@@ -182,7 +189,7 @@ def _nested(edit: Edit, entry: Entry) -> Edit:
         except PlantError:
             fit(edit.value, structure, once, where + ", in one iteration")
             return edit
-    return Each(edit)
+    return Each(edit) if in_loops else edit
 
 
 def _nested_field(value: Any, entry: Entry) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -44,7 +44,13 @@ class Fold(eqx.Module):
 
     An [`equinox.Module`](https://docs.kidger.site/equinox/api/module/module/): its arrays are
     arguments of the compiled program, so that new ones do not retrace.
+
+    Inside a `jax.shard_map` a fold sees one shard; its results are stacked along a new axis, as
+    those of a `sow` without `spec`. Unless it says that the result is `like_value`, axis by axis:
+    then they make up a global array by the `spec`.
     """
+
+    like_value: ClassVar[bool] = False
 
     def init(self, aval: Any) -> Any:
         """The state before the first iteration: a pytree of arrays.

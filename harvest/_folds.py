@@ -37,6 +37,8 @@ def _rows(value: Any, length: int) -> Any:
 
 
 class LastFold(Fold):
+    like_value = True
+
     def init(self, aval):
         return _each(_compat.zeros, aval)
 
@@ -94,6 +96,8 @@ def _index_in(static: Any, array: Any, length: int | None) -> tuple[Any, Any]:
 
 
 class MeanFold(Fold):
+    like_value = True
+
     def init(self, aval):
         return {
             "sum": _each(lambda a: _full(a, 0, _accumulated(a)), aval),
@@ -128,6 +132,8 @@ def _promoted(a: Any, b: Any) -> Any:
 
 
 class MaximumFold(Fold):
+    like_value = True
+
     def init(self, aval):
         return _each(lambda a: _full(a, _lowest(a.dtype)), aval)
 

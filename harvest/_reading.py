@@ -9,13 +9,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from . import _types
-from ._batching import over_examples
+from . import _compat, _types
+from ._batching import levels, over_examples
 from ._edit_nodes import Loop
 from ._entry import CondSum, Entry
 from ._errors import HarvestError, SelectError
 from ._fold import Fold, Level
 from ._markers import Marker
+from ._shards import Layout, Shards, axes_named_in, inside
+from ._slots import assembled
 from ._structure import Packed
 
 
@@ -63,18 +65,27 @@ class Mapped(Part):
     def type_of(self, entry):
         loops = entry.loops
         if entry.summed:
-            index = jax.ShapeDtypeStruct((), jnp.int32)
-            type = CondSum(index, tuple(b and self.type_of(b) for b in entry.branches or ()))
+            type = tuple(b and self.type_of(b) for b in entry.branches or ())
         elif entry.branches is not None:
-            type = self.type_of(next(filter(None, entry.branches)))
+            type = _types.united([self.type_of(branch) for branch in entry.branches if branch])
             loops = entry.around
         else:
-            marker = entry.marker
-            with located(entry.describe()):
-                type = jax.eval_shape(lambda *x: self.read(marker, list(x), ()), *marker.in_avals)
+            type = self._type_at(entry)
         for length in reversed(loops):
             assert length is not None, "a loop of dynamic length stacks nothing"
             type = jax.tree.map(functools.partial(_types.stacked, length=length), type)
+        return CondSum(entry.type.index, type) if entry.summed else type
+
+    def _type_at(self, entry: Entry) -> Any:
+        """The type without the axes of loops, of an entry outside any `cond`."""
+        marker = entry.marker
+        read = lambda: jax.eval_shape(lambda *x: self.read(marker, list(x), ()), *marker.in_avals)
+        with located(entry.describe()):
+            type = inside(entry.shards, read)
+        type = jax.tree.map(lambda aval: _types.with_varying(aval, entry.uneven), type)
+        batch = len(levels(marker.positions))
+        for shards in reversed(entry.shards):
+            type = jax.tree.map(functools.partial(_stacked_shards, shards, batch), type)
         return type
 
     def result(self, entry, read):
@@ -97,8 +108,9 @@ class Folded(Part):
     fold: Fold
     slot: Slot
     levels: tuple[Level, ...] | None = eqx.field(static=True)  # of all loops, or fold whatever is
-    kept: int = eqx.field(static=True)  # how many axes the arrays of the slot have in front
-    lanes: tuple[int, ...] = eqx.field(static=True)  # batch axes that the slot has, not the value
+    batch: int = eqx.field(static=True)  # how many batch axes the arrays of the slot have
+    lanes: tuple[int, ...] = eqx.field(static=True)  # those of them that the value has not
+    varying: tuple[frozenset[str], ...] = eqx.field(static=True)  # mesh axes, for each array
 
     def level(self, depth: int) -> Level:
         return Level() if self.levels is None else self.levels[depth]
@@ -106,6 +118,13 @@ class Folded(Part):
     def kept_inside(self, depth: int) -> int:
         """How many loops inside the one at this depth stack results."""
         return sum(not level.folded for level in (self.levels or ())[depth + 1 :])
+
+    def layouts(self, shards: Shards, depth: int) -> Slot:
+        """How the slot enters and leaves a `shard_map` with this many loops around it."""
+        front = self.kept_inside(depth - 1) + self.batch
+        leaves, treedef = jax.tree.flatten(self.slot)
+        pairs = zip(leaves, self.varying, strict=True)
+        return jax.tree.unflatten(treedef, [_of_slot(shards, v, front, x) for x, v in pairs])
 
     def read(self, marker, leaves, loops):
         levels = self.levels or (Level(),) * len(loops)
@@ -126,9 +145,30 @@ class Folded(Part):
 
     def result(self, entry, read):
         finish = lambda slot: Packed.pack(self.fold.finish(slot.state.unflatten(), slot.count))
-        for _ in range(self.kept):
+        for shards in reversed(entry.shards):
+            axes = [0 if shards.differing(v) else None for v in self.varying]
+            if any(axis is not None for axis in axes):
+                finish = jax.vmap(finish, (jax.tree.unflatten(jax.tree.structure(read), axes),))
+        front = self.kept_inside(-1) + self.batch
+        for _ in range(front):
             finish = jax.vmap(finish)
-        return finish(read).unflatten()
+        finished = finish(read)
+        if self.fold.like_value and entry.marker.label.spec:
+            finished = self._assembled(finished, entry, front)
+        return finished.unflatten()
+
+    def _assembled(self, finished: Packed, entry: Entry, front: int) -> Packed:
+        """The result with global arrays by their specs, where these say how all shards differ."""
+        label, leaves = entry.marker.label, list(finished.leaves)
+        along = frozenset().union(*self.varying)
+        if finished.structure != label.structure:
+            return finished
+        for i, spec in enumerate(label.spec or ()):
+            names = axes_named_in(spec)
+            told = [not s.check_vma or names >= {*s.differing(along)} for s in entry.shards]
+            if names and all(told):
+                (leaves[i],) = assembled(leaves[i : i + 1], [spec], entry.shards, along, front)
+        return Packed(leaves, finished.structure)
 
 
 class Reading(eqx.Module):
@@ -162,6 +202,15 @@ def located(where: str) -> Iterator[None]:
 READ = Reading((Whole(),), single=True)
 
 
+def _stacked_shards(shards: Shards, front: int, aval: Any) -> Any:
+    return shards.outside(aval, shards.stacking(aval, front))
+
+
+def _of_slot(shards: Shards, varying: frozenset[str], front: int, leaf: Any) -> Layout:
+    axes = shards.differing(varying)
+    return shards.stacked(axes, front, leaf.ndim - bool(axes))
+
+
 def _assembled(entry: Entry, read: Any, leaf: Callable[[Entry, Any], Any]) -> Any:
     """The value of a site, from what was read in the branches of the `cond`s around it."""
     if entry.branches is None:
@@ -193,7 +242,13 @@ def _checked(state: Packed, before: Packed, fold: Fold) -> Packed:
                 f"`update` of {_name(fold)} returned a state of type {_types.short(got)}; wanted "
                 f"that of `init`, {_types.short(wanted)}"
             )
-        leaves.append(jnp.asarray(new, wanted.dtype))
+        further = _compat.varying(got) - _compat.varying(wanted)
+        if further:
+            raise SelectError(
+                f"`update` of {_name(fold)} returned a state that differs along the mesh axes "
+                f"{sorted(further)}, along which the value does not"
+            )
+        leaves.append(_compat.placed_like(jnp.asarray(new, wanted.dtype), wanted))
     return Packed(leaves, state.structure)
 
 

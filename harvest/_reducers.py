@@ -15,6 +15,8 @@ from ._errors import SelectError
 from ._fold import Fold, Level
 from ._markers import Marker
 from ._reading import Folded, Mapped, Part, Reading, Slot, Whole, located
+from ._shards import inside
+from ._slots import made_in_shards, varying
 from ._structure import Bound, Packed
 
 
@@ -60,7 +62,7 @@ def _part(reducer: Any, entry: Entry) -> Part:
 def _folded(fold: Fold, entry: Entry) -> Folded:
     with located(entry.describe()):
         rows = [(inner, loops, *fold.within(loops)) for inner, loops in entry.innermost()]
-        states = [Packed.pack(r[2].init(_example_type(r[0].marker))) for r in rows]
+        states = [_initial(r[2], r[0]) for r in rows]
     first, _, bound, levels = rows[0]
     kept = [_kept(inner, loops, levels) for inner, loops, _, levels in rows]
     # Where the branches of a `cond` have loops of their own, these can only be folded.
@@ -79,9 +81,27 @@ def _folded(fold: Fold, entry: Entry) -> Folded:
             f"a fold has to fold a `while_loop`, whose length is not known, for {entry.describe()}"
         )
     sizes = (*(n for n in kept[0].stacked if n is not None), *kept[0].batch)
-    leaves = [_broadcast(leaf, sizes) for leaf in states[0].leaves]
-    slot = Slot(Packed(leaves, states[0].structure), jnp.zeros(sizes, jnp.int32))
-    return Folded(bound, slot, levels if alike else None, len(sizes), first.lanes)
+    folded = sum(level.folded for level in levels)
+    with located(entry.describe()):
+        each = [varying(bound, row[0], states[0], folded) for row in rows]
+    differing = [frozenset().union(*same) for same in zip(*each, strict=True)]
+    # Those arrays that differ at all are stacked alike, so that `finish` gets them shard by shard.
+    everywhere = frozenset().union(*differing)
+    axes = tuple(everywhere if v else v for v in differing)
+
+    def leaves() -> list[Any]:
+        state = Packed.pack(bound.init(_example_type(first.marker)))
+        return [*(_broadcast(leaf, sizes) for leaf in state.leaves), jnp.zeros(sizes, jnp.int32)]
+
+    *state, count = made_in_shards(leaves, states[0], entry.shards, axes, len(sizes))
+    slot = Slot(Packed(state, states[0].structure), count)
+    return Folded(bound, slot, levels if alike else None, len(kept[0].batch), first.lanes, axes)
+
+
+def _initial(fold: Fold, entry: Entry) -> Packed:
+    """The types of the state of a fold before the first iteration."""
+    make = lambda: Packed.pack(fold.init(_example_type(entry.marker)))
+    return inside(entry.shards, lambda: jax.eval_shape(make))
 
 
 def _example_type(marker: Marker) -> Any:
@@ -113,9 +133,7 @@ def _kept(entry: Entry, loops: Sequence[int | None], levels: Sequence[Level]) ->
 
 
 def _same_types(a: Packed, b: Packed) -> bool:
-    return a.structure == b.structure and _types.same_types(
-        list(map(jax.typeof, a.leaves)), list(map(jax.typeof, b.leaves))
-    )
+    return a.structure == b.structure and _types.same_types(a.leaves, b.leaves)
 
 
 def _broadcast(leaf: Any, sizes: tuple[int, ...]) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -32,10 +32,13 @@ class Axis(NamedTuple):
 
     - `kind`: `"loop"`, `"batch"` (of a `vmap`) or `"mesh"` (of a `shard_map`).
     - `size`: its length; None for a `while_loop`, whose length is not known.
+    - `names`: of the axes of the mesh, for `"mesh"`: those along which the shards differ, which
+        are stacked on this axis.
     """
 
     kind: Literal["loop", "batch", "mesh"]
     size: int | None
+    names: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +112,7 @@ def site_of(entry: Entry, occurrence: int) -> Site:
         axes=(
             *(Axis("loop", length) for length in _loops(entry)),
             *(Axis("batch", size) for size in _batch(entry)),
+            *_mesh_axes(entry),
         ),
         branch=_branch(entry),
         source=entry.source,
@@ -127,6 +131,14 @@ def _loops(entry: Entry) -> tuple[int | None, ...]:
 def _batch(entry: Entry) -> tuple[int, ...]:
     marker = entry.marker
     return (*entry.lanes, *batch_sizes(marker.in_avals, marker.positions))
+
+
+def _mesh_axes(entry: Entry) -> Iterator[Axis]:
+    """The axes on which shards are stacked; leaves whose shards are alike do not have them."""
+    for shards, layouts in entry.crossed:
+        stacked = filter(None, (layout.stacked for layout in jax.tree.leaves(layouts)))
+        for names in list(stacked)[:1]:
+            yield Axis("mesh", shards.size(names), names)
 
 
 def _branch(entry: Entry) -> tuple[int, ...] | None:

@@ -11,6 +11,7 @@ from . import _compat
 from ._compat import UserScope
 from ._errors import SowError
 from ._markers import Label, Perturb, mark
+from ._spec import specs_of
 from ._structure import Structure, is_array
 
 
@@ -43,8 +44,12 @@ def sow(value: Any, *, name: str, spec: Any = None) -> Any:
         leaves (ints, bools, strings, `None`, Python floats, functions) come back unchanged, are
         collected as they are, and cannot be planted.
     - `name`: a non-empty string without `/`. Use [`harvest.scope`][] to nest names.
-    - `spec`: inside `jax.shard_map`, the `PartitionSpec` by which the shards make up the global
-        value that is collected.
+    - `spec`: inside `jax.shard_map`, how the shards make up the global value that is collected
+        and planted: a `PartitionSpec` (of a hi type, its `HiPspec`), or a pytree of them that is a
+        prefix of `value`, as `out_specs`. It is about the axes of `value`, not about those that
+        loops and `vmap` add in front. Without, shards that differ are stacked on a new axis in
+        front of those of `value`, in the order of the mesh, and what is the same in all of them is
+        collected once (under `check_vma=False`, which does not tell, all are stacked).
 
     **Returns:**
 
@@ -56,8 +61,9 @@ def sow(value: Any, *, name: str, spec: Any = None) -> Any:
 
     **Raises:**
 
-    - [`harvest.SowError`][]: the name is empty, not a string or contains `/`; or a leaf is a
-        mutable `Ref`, which has no value of its own to collect.
+    - [`harvest.SowError`][]: the name is empty, not a string or contains `/`; a leaf is a
+        mutable `Ref`, which has no value of its own to collect; or `spec` does not fit the mesh
+        axes along which the value varies.
     """
     _check_name(name, "sow")
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
@@ -69,11 +75,11 @@ def sow(value: Any, *, name: str, spec: Any = None) -> Any:
     if not _compat.tracing():
         return value  # nobody can be listening
     leaves, structure = Structure.flatten(value, is_array)
-    label = Label(name, "sow", structure, _compat.caller(), spec)
+    label = Label(name, "sow", structure, _compat.caller(), specs_of(value, spec, name))
     return structure.unflatten(mark(leaves, label, ((),) * len(leaves)))
 
 
-def perturb(value: Any, *, name: str, log: bool = False) -> Any:
+def perturb(value: Any, *, name: str, log: bool = False, spec: Any = None) -> Any:
     """Make the cotangent of `value` visible and replaceable under `name`.
 
     The identity; but in the backward pass of `jax.grad` (or `vjp`, `jacrev`, ...) the cotangent
@@ -110,6 +116,7 @@ def perturb(value: Any, *, name: str, log: bool = False) -> Any:
     - `log`: also log the cotangent under `name` in JAX's own backward-pass logs
         (`jax.vjp(f, x)[1].with_logs`). Off by default, since JAX refuses two equal log keys in one
         backward pass.
+    - `spec`: as for [`harvest.sow`][], of the cotangent.
 
     **Returns:**
 
@@ -132,7 +139,8 @@ def perturb(value: Any, *, name: str, log: bool = False) -> Any:
         treedef, [x if d else None for x, d in zip(leaves, differentiable, strict=True)]
     )
     _, structure = Structure.flatten(cotangent, lambda leaf: True)
-    label = Label(name, "cotangent", structure, _compat.caller(), log=log)
+    specs = specs_of(cotangent, spec, name, "perturb")
+    label = Label(name, "cotangent", structure, _compat.caller(), specs, log)
     prim = Perturb([jax.typeof(x) for x in inputs], label, ((),) * len(inputs))
     outs = iter(prim(*inputs))
     return jax.tree.unflatten(

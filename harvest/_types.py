@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
+from . import _compat
 from ._batching import Positions
 
 
@@ -25,7 +27,39 @@ def moved(aval: Any, positions: tuple[int | None, ...]) -> Any:
 
 
 def _with_shape(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
+    varying = _compat.varying(aval)
+    # Mesh axes along which a value varies are those of its sharding.
+    sharding = NamedSharding(aval.sharding.mesh, PartitionSpec()) if varying else None
+    return array_type(shape, aval.dtype, aval.weak_type, sharding, varying)
+
+
+def array_type(
+    shape: Sequence[int],
+    dtype: Any,
+    weak_type: bool = False,
+    sharding: NamedSharding | None = None,
+    varying: frozenset[str] = frozenset(),
+) -> jax.ShapeDtypeStruct:
+    manual = ManualAxisType(varying=varying) if varying else None
+    return jax.ShapeDtypeStruct(
+        tuple(shape), dtype, weak_type=weak_type, sharding=sharding, manual_axis_type=manual
+    )
+
+
+def with_varying(aval: Any, axes: frozenset[str]) -> Any:
+    """The type of a value that may differ along these mesh axes as well."""
+    if axes <= _compat.varying(aval) or not hasattr(aval, "shape"):
+        return aval
+    sharding = getattr(aval, "sharding", None)
+    axes = axes | _compat.varying(aval)
+    return array_type(aval.shape, aval.dtype, aval.weak_type, sharding, axes)
+
+
+def spec_of(aval: Any) -> list[Any]:
+    """By which mesh axes each axis of an array is split, as far as its type says."""
+    sharding = getattr(aval, "sharding", None)
+    spec = () if sharding is None else tuple(sharding.spec)
+    return [*spec, *(None,) * (len(aval.shape) - len(spec))]
 
 
 def axes_to_front(leaves: Sequence[Any], positions: Positions) -> list[Any]:
@@ -62,6 +96,10 @@ def dropped(aval: Any, axes: int) -> Any:
     return _with_shape(aval, aval.shape[axes:])
 
 
+def rank(aval: Any) -> int:
+    return len(aval.shape) if hasattr(aval, "shape") else 0
+
+
 def unbatched(aval: Any, positions: tuple[int | None, ...]) -> Any:
     """The type of one example of a batch."""
     batch = [axis for axis in positions if axis is not None]
@@ -93,6 +131,15 @@ def same_types(a: Any, b: Any) -> bool:
     if jax.tree.structure(a) != jax.tree.structure(b):
         return False
     return all(map(same, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+def united(types: Sequence[Any]) -> Any:
+    """The type of what is one of these, which are the same but for what `vma` says."""
+
+    def one(first: Any, *others: Any) -> Any:
+        return with_varying(first, frozenset().union(*map(_compat.varying, others)))
+
+    return jax.tree.map(one, *types)
 
 
 def number_fits(given: Any, dtype: Any) -> bool:

@@ -6,4 +6,5 @@ from . import _custom_derivatives as _custom_derivatives
 from . import _jit as _jit
 from . import _remat as _remat
 from . import _scan as _scan
+from . import _shard_map as _shard_map
 from . import _while as _while

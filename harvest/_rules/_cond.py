@@ -20,8 +20,12 @@ class Cond:
 
     def entries(self, eqn, walk):
         branches = [walk.entries(b) for b in _compat.cond_params(eqn).branches]
+        # To JAX the outputs of a `cond` are alike in shards that run different branches.
+        uneven = _compat.varying(eqn.invars[0].aval)
         return [
-            _united([None if i is None else b[i] for b, i in zip(branches, row, strict=True)])
+            _united(
+                [None if i is None else b[i] for b, i in zip(branches, row, strict=True)]
+            ).running_unevenly(uneven)
             for row in united_rows(branches)
         ]
 
@@ -51,9 +55,10 @@ def _united(row: Sequence[Entry | None]) -> Entry:
     first = present[0]
     same = len(present) == len(row) and all(_same_type(first, entry) for entry in present)
     index = jax.ShapeDtypeStruct((), jnp.int32)
+    branches = tuple(entry and entry.type for entry in row)
     return dataclasses.replace(
         first,
-        type=first.type if same else CondSum(index, tuple(entry and entry.type for entry in row)),
+        type=_types.united(branches) if same else CondSum(index, branches),
         loops=first.loops if same else (),
         branches=tuple(row),
         summed=not same,
@@ -63,8 +68,12 @@ def _united(row: Sequence[Entry | None]) -> Entry:
 
 
 def _same_type(a: Entry, b: Entry) -> bool:
-    same_structure = a.marker.label.structure == b.marker.label.structure
-    return same_structure and a.loops == b.loops and _types.same_types(a.type, b.type)
+    return (
+        a.marker.label.structure == b.marker.label.structure
+        and a.marker.label.spec == b.marker.label.spec
+        and (a.loops, a.own) == (b.loops, b.own)
+        and _types.same_types(a.type, b.type)
+    )
 
 
 def _run_branch(number, jaxpr, operands, rows, inside):
@@ -89,11 +98,20 @@ def _filled(part, entry, number, value):
     if isinstance(part, Folded):
         return part.slot if value is None else value
     if not entry.summed:
-        return value
+        return _as_uneven(value, part, entry)
     return [
-        value if k == number else other and jax.tree.map(_compat.zeros, part.type_of(other))
+        _as_uneven(value, part, other)
+        if k == number
+        else other and jax.tree.map(_compat.zeros, part.type_of(other))
         for k, other in enumerate(entry.branches)
     ]
+
+
+def _as_uneven(value, part, entry):
+    """What one branch returns, differing along the mesh axes that what any branch returns does."""
+    if not _compat.manual_axes():
+        return value
+    return jax.tree.map(_compat.placed_like, value, part.type_of(entry))
 
 
 def _result(part, entry, index, value):

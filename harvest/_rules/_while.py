@@ -30,7 +30,9 @@ class While:
                 walk.spans(params.body_jaxpr), varying(params.body_jaxpr, carried)[1], strict=True
             )
             body = [_in_lanes(e, params.lanes, varies) for span, varies in spans for e in span]
-        return [*(e.block(PREDICATE) for e in predicate), *(e.looped(None) for e in body)]
+        uneven = _compat.varying(params.cond_jaxpr.out_avals[0])
+        body = [entry.running_unevenly(uneven).looped(None) for entry in body]
+        return [*(e.block(PREDICATE) for e in predicate), *body]
 
     def rebuild(self, eqn, invals, inside):
         params = _compat.while_params(eqn)

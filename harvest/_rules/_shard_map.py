@@ -1,0 +1,72 @@
+"""`jax.shard_map`: what is collected in its body, and planted there, are global arrays."""
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .. import _compat, _layouts
+from .._edit_nodes import Edit
+from .._rule import register_rule
+from .._shards import WHOLE, Shards
+from .._structure import Structure, is_array
+
+
+@register_rule("shard_map")
+class ShardMap:
+    def entries(self, eqn, walk):
+        params = _compat.shard_map_params(eqn)
+        return [entry.sharded(_shards(params)) for entry in walk.entries(params.jaxpr)]
+
+    def rebuild(self, eqn, invals, inside):
+        params = _compat.shard_map_params(eqn)
+        shards, depth = _shards(params), len(inside.loops)
+        entries = inside.replay.walk.entries(params.jaxpr)
+        actions = [
+            _layouts.spelled_out(action, entry) if isinstance(action, Edit) else action
+            for action, entry in zip(inside.actions, entries, strict=True)
+        ]
+        # The body must not close over arrays, which may be sharded in other ways.
+        arrays, rest = Structure.flatten((actions, inside.loops), is_array)
+        layouts = jax.tree.leaves(_layouts.of_actions(actions, entries, shards, depth))
+        layouts += [WHOLE] * (len(arrays) - len(layouts))  # the indices of the loops
+        leaving = _layouts.of_reads(actions, entries, shards, depth)
+
+        def body(invals, arrays):
+            arrays = [layout.enter(x) for layout, x in zip(layouts, arrays, strict=True)]
+            actions, loops = rest.unflatten(arrays)
+            outs, reads = inside.run(
+                params.jaxpr, invals, actions=actions, loops=loops, live=inside.live
+            )
+            reads = jax.tree.map(lambda layout, x: layout.leave(x), leaving, reads)
+            return _chosen(outs, inside.live), reads
+
+        in_specs = [layout.spec for layout in layouts]
+        outs, reads = jax.shard_map(
+            body,
+            in_specs=(list(params.in_specs), in_specs),
+            out_specs=(
+                _chosen(params.out_specs, inside.live),
+                jax.tree.map(lambda layout: layout.spec, leaving),
+            ),
+            **shards.options,
+        )(invals, list(map(_placed(shards), arrays, in_specs)))
+        outs = iter(outs)
+        return [next(outs) if live else None for live in inside.live], reads
+
+
+def _shards(params):
+    return Shards(params.mesh, params.manual, params.check_vma)
+
+
+def _chosen(items, live):
+    return [item for item, chosen in zip(items, live, strict=True) if chosen]
+
+
+def _placed(shards):
+    """Where axes of the mesh are explicit, `shard_map` wants its arguments sharded as it says."""
+
+    def placed(value, spec):
+        if not isinstance(spec, PartitionSpec):
+            return value
+        return _compat.placed(value, NamedSharding(shards.mesh, spec))
+
+    return placed

@@ -1,0 +1,165 @@
+"""How values inside a `shard_map`, which are shards, look from outside of it."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from . import _compat, _types
+from ._errors import UnsupportedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the shards of one array make up the global one."""
+
+    spec: Any  # of the global array, one item for each axis; or a `HiPspec`
+    axis: int | None = None  # of the global array, the one on which shards are stacked
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """The mesh axes along which shards are stacked."""
+        return () if self.axis is None else _names(self.spec[self.axis])
+
+    def aligned(self, ndim: int) -> "Layout":
+        """That of an array with more axes in front, or with fewer."""
+        if not isinstance(self.spec, PartitionSpec):
+            return self
+        more = ndim - len(self.spec)
+        spec = PartitionSpec(*(None,) * more, *tuple(self.spec)[max(0, -more) :])
+        return Layout(spec, None if self.axis is None else self.axis + more)
+
+    def enter(self, shard: Any) -> Any:
+        """What there is inside, from an argument of the body."""
+        return shard if self.axis is None else jnp.squeeze(shard, self.axis)
+
+    def leave(self, shard: Any) -> Any:
+        """What the body returns, from what there is inside."""
+        return shard if self.axis is None else jnp.expand_dims(shard, self.axis)
+
+
+WHOLE = Layout(PartitionSpec())  # every shard has all of it
+
+
+class Shards(NamedTuple):
+    """One `shard_map` around a site."""
+
+    mesh: Any
+    axes: tuple[str, ...]  # that become manual by it, in the order of the mesh
+    check_vma: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `jax.shard_map`."""
+        # Without names, `jax.shard_map` would take all that are not manual yet.
+        names = self.axes or tuple(self.mesh.manual_axes)
+        return {"mesh": self.mesh, "axis_names": set(names), "check_vma": self.check_vma}
+
+    def differing(self, varying: frozenset[str]) -> tuple[str, ...]:
+        """The mesh axes along which shards of a value may differ."""
+        return tuple(axis for axis in self.axes if axis in varying or not self.check_vma)
+
+    def size(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def layout(self, aval: Any, own: int, spec: Any, where: str) -> Layout:
+        """That of a value whose last axes are its own, and the others those of loops and batches.
+
+        By its `spec`; or stacked on a new axis, if its shards differ.
+        """
+        if _compat.is_hi_type(aval):
+            return self._hi_layout(aval, spec, where)
+        if spec is None:
+            return self.stacking(aval, len(aval.shape) - own)
+        return self.by_spec(spec, own, where).aligned(len(aval.shape))
+
+    def by_spec(self, spec: PartitionSpec, own: int, where: str = "") -> Layout:
+        """That of an array with as many axes, whose shards make up the global one by its spec."""
+        parts = [self._part(entry, where) for entry in spec]
+        return Layout(PartitionSpec(*parts, *(None,) * (own - len(parts))))
+
+    def stacking(self, aval: Any, front: int) -> Layout:
+        """That of an array whose shards make up nothing else: they are stacked behind its front."""
+        return self.stacked(self.differing(_compat.varying(aval)), front, len(aval.shape))
+
+    def stacked(self, axes: tuple[str, ...], front: int, ndim: int) -> Layout:
+        """That of an array of which each shard has `ndim` axes, and which differ along `axes`."""
+        behind = (None,) * (ndim - front)
+        if not axes:
+            return Layout(PartitionSpec(*(None,) * ndim))
+        entry = axes if len(axes) > 1 else axes[0]
+        return Layout(PartitionSpec(*(None,) * front, entry, *behind), front)
+
+    def _part(self, entry: Any, where: str) -> Any:
+        """Of one item of a spec, what is about the axes that become manual here."""
+        names = entry if isinstance(entry, tuple) else (entry,)
+        mine = tuple(name for name in names if name in self.axes)
+        outer = [name for name in names if name in self.mesh.manual_axes and name not in mine]
+        if mine and outer and names[-len(mine) :] != mine:
+            raise UnsupportedError(
+                f"one axis of {where} is split by {entry!r}, where {mine!r} is of an inner "
+                f"`shard_map`, and {outer!r} of an outer one; wanted the outer ones first"
+            )
+        return mine if len(mine) > 1 else mine[0] if mine else None
+
+    def _hi_layout(self, aval: Any, spec: Any, where: str) -> Layout:
+        if spec is None:
+            raise UnsupportedError(
+                f"{where} is of the hi type {aval}, inside a `shard_map`; say how its shards make "
+                "up the global value: `sow(..., spec=...)` with its `HiPspec`"
+            )
+        return Layout(spec)
+
+    def outside(self, aval: Any, layout: Layout) -> Any:
+        """The type of the global array."""
+        if _compat.is_hi_type(aval):
+            return aval.unshard(self.mesh, self.check_vma, layout.spec)
+        shape = list(aval.shape)
+        inner = _types.spec_of(aval)  # of mesh axes that stay explicit inside
+        if layout.axis is not None:
+            shape.insert(layout.axis, 1)
+            inner.insert(layout.axis, None)
+        pairs = zip(shape, layout.spec, strict=True)
+        shape = [size * self.size(_names(entry)) for size, entry in pairs]
+        merged = [_merged(a, b) for a, b in zip(layout.spec, inner, strict=True)]
+        rest = frozenset(a for a in _compat.varying(aval) if a not in self.axes)
+        sharding = NamedSharding(self.mesh, PartitionSpec(*merged))
+        return _types.array_type(shape, aval.dtype, aval.weak_type, sharding, rest)
+
+    def within(self, fn: Callable[[], Any]) -> Any:
+        """`fn()` as it is inside, where its axes have names. For types, not for values."""
+        results = []
+
+        def body() -> tuple[()]:
+            results.append(fn())
+            return ()
+
+        jax.eval_shape(jax.shard_map(body, in_specs=(), out_specs=(), **self.options))
+        return results[0]
+
+
+def inside(around: Sequence[Shards], fn: Callable[[], Any]) -> Any:
+    """`fn()` as it is inside all of these, the outermost first. For types, not for values."""
+    for shards in reversed(around):
+        fn = functools.partial(shards.within, fn)
+    return fn()
+
+
+def axes_named_in(spec: Any) -> frozenset[str]:
+    """The mesh axes that a `PartitionSpec` names; of anything else, none."""
+    entries = spec if isinstance(spec, PartitionSpec) else ()
+    return frozenset(axis for entry in entries for axis in _names(entry))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _merged(a: Any, b: Any) -> Any:
+    names = (*_names(a), *_names(b))
+    return names if len(names) > 1 else names[0] if names else None
