@@ -435,7 +435,12 @@ def is_symbolic_zero(value: Any) -> bool:
 def placed_like(value: Any, aval: Any) -> Any:
     """`value` with the explicit sharding and the varying mesh axes that `aval` has."""
     value = placed(value, getattr(aval, "sharding", None))
-    missing = tuple(sorted(varying(aval) - varying(jax.typeof(value))))
+    return varying_along(value, varying(aval))
+
+
+def varying_along(value: Any, axes: frozenset[str]) -> Any:
+    """`value` typed as one that may differ along these mesh axes as well."""
+    missing = tuple(sorted(axes - varying(jax.typeof(value))))
     return lax.pcast(value, missing, to="varying") if missing else value
 
 

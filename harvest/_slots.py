@@ -1,5 +1,6 @@
 """The slots of folds inside `shard_map`: global arrays, of which each shard has a part."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,25 +22,28 @@ def varying(fold: Fold, entry: Entry, state: Packed, folded: int) -> tuple[froze
     if not entry.shards:
         return (frozenset(),) * (len(state.leaves) + 1)
     structure, marker = entry.marker.label.structure, entry.marker
-    pairs = zip(marker.in_avals, marker.positions, strict=True)
-    value = [_types.with_varying(_types.unbatched(*pair), entry.uneven) for pair in pairs]
+    value = list(map(_types.unbatched, marker.in_avals, marker.positions))
     index = (jax.ShapeDtypeStruct((), "int32"),) * folded
 
-    def updated(leaves: list[Any], value: list[Any], index: Any) -> Packed:
+    def updated(axes: Sequence[frozenset[str]], leaves: Any, value: Any, index: Any) -> Packed:
+        leaves = list(map(_compat.varying_along, leaves, axes))
+        differing = [_compat.varying(aval) | entry.uneven for aval in marker.in_avals]
+        value = structure.unflatten(map(_compat.varying_along, value, differing))
         before = Packed(leaves, state.structure).unflatten()
-        return Packed.pack(fold.update(before, structure.unflatten(value), index))
+        return Packed.pack(fold.update(before, value, index))
 
-    axes = [entry.uneven for _ in state.leaves]
+    def plain(avals: Sequence[Any]) -> list[Any]:
+        return [_types.array_type(aval.shape, aval.dtype, aval.weak_type) for aval in avals]
+
+    types = plain(state.leaves), plain(value), index
+    axes = [entry.uneven | _compat.varying(leaf) for leaf in state.leaves]
     while True:
-        types = list(map(_types.with_varying, state.leaves, axes))
-        new = inside(entry.shards, lambda: jax.eval_shape(updated, types, value, index))
-        if new.structure != state.structure:
-            break  # an error when it is folded
-        further = [a | _compat.varying(leaf) for a, leaf in zip(axes, new.leaves, strict=True)]
-        if further == axes:
-            break
+        update = functools.partial(updated, axes)
+        new = inside(entry.shards, functools.partial(jax.eval_shape, update, *types))
+        further = [a | _compat.varying(leaf) for a, leaf in zip(axes, new.leaves, strict=False)]
+        if further == axes or new.structure != state.structure:  # an error when it is folded
+            return (*axes, entry.uneven)
         axes = further
-    return (*axes, entry.uneven)
 
 
 def made_in_shards(
@@ -56,7 +60,7 @@ def made_in_shards(
 
     def made() -> list[Any]:
         pairs = zip(make(), varying, strict=True)
-        return [_compat.placed_like(x, _types.with_varying(jax.typeof(x), v)) for x, v in pairs]
+        return [_compat.varying_along(x, v) for x, v in pairs]
 
     ranks = [*(front + len(aval.shape) for aval in state.leaves), front]
     for shards in reversed(around):

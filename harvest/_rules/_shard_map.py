@@ -40,7 +40,7 @@ class ShardMap:
             return _chosen(outs, inside.live), reads
 
         in_specs = [layout.spec for layout in layouts]
-        outs, reads = jax.shard_map(
+        sharded = jax.shard_map(
             body,
             in_specs=(list(params.in_specs), in_specs),
             out_specs=(
@@ -48,7 +48,11 @@ class ShardMap:
                 jax.tree.map(lambda layout: layout.spec, leaving),
             ),
             **shards.options,
-        )(invals, list(map(_placed(shards), arrays, in_specs)))
+        )
+        # Where nothing is traced, JAX would evaluate it operation by operation, and cannot do so
+        # with custom derivative rules. While a program is traced, this leaves no trace in it.
+        staged = jax.jit(sharded, inline=True)
+        outs, reads = staged(invals, list(map(_placed(shards), arrays, in_specs)))
         outs = iter(outs)
         return [next(outs) if live else None for live in inside.live], reads
 
