@@ -92,8 +92,7 @@ class Shards(NamedTuple):
         behind = (None,) * (ndim - front)
         if not axes:
             return Layout(PartitionSpec(*(None,) * ndim))
-        entry = axes if len(axes) > 1 else axes[0]
-        return Layout(PartitionSpec(*(None,) * front, entry, *behind), front)
+        return Layout(PartitionSpec(*(None,) * front, _entry(axes), *behind), front)
 
     def _part(self, entry: Any, where: str) -> Any:
         """Of one item of a spec, what is about the axes that become manual here."""
@@ -105,7 +104,7 @@ class Shards(NamedTuple):
                 f"one axis of {where} is split by {entry!r}, where {mine!r} is of an inner "
                 f"`shard_map`, and {outer!r} of an outer one; wanted the outer ones first"
             )
-        return mine if len(mine) > 1 else mine[0] if mine else None
+        return _entry(mine)
 
     def _hi_layout(self, aval: Any, spec: Any, where: str) -> Layout:
         if spec is None:
@@ -161,5 +160,9 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 
 def _merged(a: Any, b: Any) -> Any:
-    names = (*_names(a), *_names(b))
-    return names if len(names) > 1 else names[0] if names else None
+    return _entry((*_names(a), *_names(b)))
+
+
+def _entry(names: tuple[str, ...]) -> Any:
+    """An item of a spec, as JAX writes it."""
+    return names if len(names) > 1 else next(iter(names), None)

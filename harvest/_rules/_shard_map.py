@@ -6,14 +6,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import _compat, _layouts
 from .._edit_nodes import Edit
 from .._rule import register_rule
-from .._shards import WHOLE, Shards
+from .._shards import WHOLE, Shards, axes_named_in
 from .._structure import Structure, is_array
+
+
+# JAX writes it with specs that `jax.shard_map` refuses, and cannot lower it itself.
+DIFFERENTIATED = "a `shard_map` inside another one that JAX has differentiated"
 
 
 @register_rule("shard_map")
 class ShardMap:
     def entries(self, eqn, walk):
         params = _compat.shard_map_params(eqn)
+        named = frozenset().union(*map(axes_named_in, (*params.in_specs, *params.out_specs)))
+        if not named <= {*params.manual}:
+            return [entry.block(DIFFERENTIATED) for entry in walk.entries(params.jaxpr)]
         return [entry.sharded(_shards(params)) for entry in walk.entries(params.jaxpr)]
 
     def rebuild(self, eqn, invals, inside):
