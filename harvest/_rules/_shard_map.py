@@ -9,7 +9,6 @@ from .._rule import register_rule
 from .._shards import WHOLE, Shards, axes_named_in
 from .._structure import Structure, is_array
 
-
 # JAX writes it with specs that `jax.shard_map` refuses, and cannot lower it itself.
 DIFFERENTIATED = "a `shard_map` inside another one that JAX has differentiated"
 
