@@ -59,6 +59,12 @@ class Call(Edit):
         return context.mapped(self.fn)(value)
 
 
+class Sourced(Call):
+    """A function of the value, and of what the same site had in another run."""
+
+    source: tuple[Any, ...]  # nothing, or one value
+
+
 class Indexed(Edit):
     fn: Callable[[Any, tuple[Any, ...]], Any]
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from . import _compat, _types
 from ._batching import Positions, batch_sizes
-from ._edit_nodes import At, Call, Each, Edit
+from ._edit_nodes import At, Call, Each, Edit, Sourced
 from ._edits import as_edit
 from ._entry import Entry
 from ._errors import PlantError, SelectError, UnsupportedError
@@ -157,10 +157,9 @@ def _checked_edit(edit: Any) -> Edit:
     return as_edit(edit)
 
 
-class Swept(Call):
+class Swept(Sourced):
     """The user's edit, with what it needs of another run, and the row of an experiment."""
 
-    source: tuple[Any, ...]  # nothing, or one value
     row: tuple[Any, ...]  # nothing, or one row
 
     def apply(self, value, context):

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from . import _types
 from ._batching import levels
-from ._edit_nodes import Add, Branches, Call, Each, Edit, Indexed, Replace, Scale
+from ._edit_nodes import Add, Branches, Call, Each, Edit, Indexed, Replace, Scale, Sourced
 from ._entry import CondSum, Entry
 from ._errors import PlantError
 from ._fit import known
@@ -93,14 +93,18 @@ def spelled_out(edit: Any, entry: Entry) -> Any:
         return Branches(tuple(spelled_out(e, b) if b else e for e, b in pairs))
     structure = entry.marker.label.structure
 
-    def each(node: Any) -> Any:
-        if isinstance(node, Add):
-            return Add(_for_each_leaf(node.value, structure))
-        if isinstance(node, Scale):
-            return Scale(_for_each_leaf(node.factor, structure))
-        return node
+    def spelled(node: Any) -> Any:
+        match node:
+            case Add():
+                return Add(_for_each_leaf(node.value, structure))
+            case Scale():
+                return Scale(_for_each_leaf(node.factor, structure))
+            case Each():
+                return Each(spelled_out(node.edit, entry))
+            case _:
+                return node
 
-    return jax.tree.map(each, edit, is_leaf=lambda node: isinstance(node, _SEEN))
+    return jax.tree.map(spelled, edit, is_leaf=lambda node: isinstance(node, _SEEN))
 
 
 def _for_each_leaf(operand: Any, structure: Structure) -> Any:
@@ -154,6 +158,9 @@ class _Edits:
                 return Add(self._leafwise(edit.value, self._operand))
             case Scale():
                 return Scale(self._leafwise(edit.factor, self._operand))
+            case Sourced():
+                source = tuple(self._leafwise(value, self._value) for value in edit.source)
+                return dataclasses.replace(_all_whole(edit), source=source)
             case _:
                 return _all_whole(edit)  # its function sees one shard
 
@@ -173,7 +180,16 @@ class _Edits:
         return jax.tree.unflatten(treedef, layouts)
 
     def _value(self, value: Any, leaf: "_Leaf") -> Layout | None:
-        return leaf.layout.aligned(value.ndim) if is_array(value) else None
+        if not is_array(value):
+            return None
+        whole = self.shards.outside(leaf.type, leaf.layout)
+        own = leaf.own + (leaf.layout.axis is not None)
+        if value.shape[value.ndim - own :] != whole.shape[len(whole.shape) - own :]:
+            raise PlantError(
+                f"got {_types.describe(value)} for {self.entry.describe()}, wanted the global "
+                f"value, of type {_types.describe(whole)}"
+            )
+        return leaf.layout.aligned(value.ndim)
 
     def _operand(self, operand: Any, leaf: "_Leaf") -> Layout | None:
         """That of what broadcasts against the global value."""
