@@ -155,6 +155,8 @@ class Entry:
 
     def sharded(self, shards: Shards) -> "Entry":
         """As seen from outside a `shard_map`."""
+        if obstacle := self._obstacle(shards):
+            return self.block(obstacle)
         layouts = self.layouts(shards)
         branches = self.branches and tuple(b and b.sharded(shards) for b in self.branches)
         return dataclasses.replace(
@@ -165,6 +167,16 @@ class Entry:
             crossed=((shards, layouts), *self.crossed),
         )
 
+    def _obstacle(self, shards: Shards) -> str | None:
+        for inner, loops in self.innermost():
+            marker = inner.marker
+            specs = marker.label.spec or (None,) * len(marker.in_avals)
+            for aval, spec in zip(marker.in_avals, specs, strict=True):
+                alone = not loops and not any(map(any, marker.positions))
+                if obstacle := shards.obstacle(aval, spec, alone):
+                    return obstacle
+        return None
+
     def layouts(self, shards: Shards) -> Any:
         """How the shards of what is read here make up what is seen outside: a tree like `type`."""
         if self.summed:
@@ -172,8 +184,7 @@ class Entry:
             index = shards.stacking(self.type.index, len(self.type.index.shape))
             return CondSum(index, tuple(b and b.layouts(shards) for b in self.branches))
         specs = self.marker.label.spec or (None,) * len(self.type)
-        leaves = zip(self.type, self.own, specs, strict=True)
-        return [shards.layout(*leaf, self.describe()) for leaf in leaves]
+        return [shards.layout(*leaf) for leaf in zip(self.type, self.own, specs, strict=True)]
 
     def running_unevenly(self, axes: frozenset[str]) -> "Entry":
         """As seen from outside a structure that not all shards along mesh axes run alike."""

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _compat, _types
-from ._errors import UnsupportedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,21 +66,37 @@ class Shards(NamedTuple):
     def size(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
-    def layout(self, aval: Any, own: int, spec: Any, where: str) -> Layout:
+    def obstacle(self, aval: Any, spec: Any, alone: bool) -> str | None:
+        """Where a value is, if there is no layout for it; `alone`: without loops or `vmap`."""
+        if _compat.is_hi_type(aval):
+            if spec is None:
+                return f"a `shard_map`, of the hi type {aval}, without a `spec` (its `HiPspec`)"
+            return (
+                None if alone else "a loop in a `shard_map`, of a hi type, whose spec is not that"
+            )
+        for entry in spec or ():
+            names = _names(entry)
+            mine = tuple(name for name in names if name in self.axes)
+            outer = [name for name in names if name in self.mesh.manual_axes and name not in mine]
+            if mine and outer and names[-len(mine) :] != mine:
+                return f"a `shard_map` over {mine}, of which its spec has {outer} inside"
+        return None
+
+    def layout(self, aval: Any, own: int, spec: Any) -> Layout:
         """That of a value whose last axes are its own, and the others those of loops and batches.
 
         By its `spec`; or stacked on a new axis, if its shards differ.
         """
         if _compat.is_hi_type(aval):
-            return self._hi_layout(aval, spec, where)
+            return Layout(spec)
         if spec is None:
             return self.stacking(aval, len(aval.shape) - own)
-        return self.by_spec(spec, own, where).aligned(len(aval.shape))
+        return self.by_spec(spec, own).aligned(len(aval.shape))
 
-    def by_spec(self, spec: PartitionSpec, own: int, where: str = "") -> Layout:
+    def by_spec(self, spec: PartitionSpec, own: int) -> Layout:
         """That of an array with as many axes, whose shards make up the global one by its spec."""
-        parts = [self._part(entry, where) for entry in spec]
-        return Layout(PartitionSpec(*parts, *(None,) * (own - len(parts))))
+        mine = [_entry(tuple(n for n in _names(entry) if n in self.axes)) for entry in spec]
+        return Layout(PartitionSpec(*mine, *(None,) * (own - len(mine))))
 
     def stacking(self, aval: Any, front: int) -> Layout:
         """That of an array whose shards make up nothing else: they are stacked behind its front."""
@@ -93,26 +108,6 @@ class Shards(NamedTuple):
         if not axes:
             return Layout(PartitionSpec(*(None,) * ndim))
         return Layout(PartitionSpec(*(None,) * front, _entry(axes), *behind), front)
-
-    def _part(self, entry: Any, where: str) -> Any:
-        """Of one item of a spec, what is about the axes that become manual here."""
-        names = entry if isinstance(entry, tuple) else (entry,)
-        mine = tuple(name for name in names if name in self.axes)
-        outer = [name for name in names if name in self.mesh.manual_axes and name not in mine]
-        if mine and outer and names[-len(mine) :] != mine:
-            raise UnsupportedError(
-                f"one axis of {where} is split by {entry!r}, where {mine!r} is of an inner "
-                f"`shard_map`, and {outer!r} of an outer one; wanted the outer ones first"
-            )
-        return _entry(mine)
-
-    def _hi_layout(self, aval: Any, spec: Any, where: str) -> Layout:
-        if spec is None:
-            raise UnsupportedError(
-                f"{where} is of the hi type {aval}, inside a `shard_map`; say how its shards make "
-                "up the global value: `sow(..., spec=...)` with its `HiPspec`"
-            )
-        return Layout(spec)
 
     def outside(self, aval: Any, layout: Layout) -> Any:
         """The type of the global array."""
