@@ -6,11 +6,12 @@ an equation, a name stack or the kind of a trace.
 """
 
 import functools
+import json
 import os
 import re
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -251,6 +252,14 @@ def uses_refs(eqn: JaxprEqn) -> bool:
     return any(isinstance(v.aval, hijax.AbstractRef) for v in (*eqn.invars, *eqn.outvars))
 
 
+def collective_over(effect: Any) -> Any:
+    """The name of a mapped axis, if the effect says that something is computed over one.
+
+    Its type is private, hence the test by name.
+    """
+    return effect.name if type(effect).__name__ == "NamedAxisEffect" else None
+
+
 @contextmanager
 def locating_nans(eqn: JaxprEqn) -> Iterator[None]:
     """Add the user's line to what `jax_debug_nans` and `jax_debug_infs` raise."""
@@ -423,8 +432,70 @@ def shard_map_params(eqn: JaxprEqn) -> ShardMapParams:
 
 
 def called_jaxpr(eqn: JaxprEqn) -> Jaxpr:
-    """The body of `custom_jvp_call`, `custom_vjp_call`, `eval_jaxpr` and `composite`."""
-    return eqn.params["call_jaxpr"]
+    """The body of a custom rule's call, of `eval_jaxpr` or of `composite`."""
+    return eqn.params["call" if primitive_name(eqn) == "custom_vmap_call" else "call_jaxpr"]
+
+
+def custom_vmap_rule(
+    eqn: JaxprEqn,
+) -> Callable[[int, Sequence[bool], Sequence[Any]], tuple[list[Any], list[bool]]]:
+    """The user's rule of a `custom_vmap_call`, on lists of inputs and outputs.
+
+    It takes the size of the batch, which inputs are batched, and the inputs, whose batch axes are
+    in front; it returns the outputs, and which of them are batched. Calling it is the only way to
+    know the latter.
+    """
+    p = eqn.params
+
+    def rule(
+        size: int, batched: Sequence[bool], args: Sequence[Any]
+    ) -> tuple[list[Any], list[bool]]:
+        flags, inputs = (jax.tree.unflatten(p["in_tree"], flat) for flat in (batched, args))
+        out, out_batched = p["rule"](size, list(flags), *inputs)
+        if not jax.tree.structure(out) == jax.tree.structure(out_batched) == p["out_tree"]:
+            axes = [0 if b else None for b in batched]
+            jax.vmap(lambda *args: bind(eqn, args), axes)(*args)  # raises JAX's own error
+        return jax.tree.leaves(out), jax.tree.leaves(out_batched)
+
+    return rule
+
+
+class MetadataParams(NamedTuple):
+    jaxpr: Jaxpr
+    metadata: dict[str, str]
+    of_derivatives: Any  # "same", or the metadata of what autodiff derives from the call
+
+
+def metadata_params(eqn: JaxprEqn) -> MetadataParams:
+    """An `xla_metadata_call` keeps metadata as sorted pairs; those dropped are an empty tuple."""
+    p, of_derivatives = eqn.params, eqn.params["ad_metadata"]
+    if of_derivatives != "same":
+        of_derivatives = dict(of_derivatives)
+    return MetadataParams(p["jaxpr"], dict(p["xla_metadata"]), of_derivatives)
+
+
+class ComputeOnParams(NamedTuple):
+    jaxpr: Jaxpr
+    out_spaces: tuple[Any, ...]  # one for each output
+    options: dict[str, Any]  # for `compute_on`
+
+
+def compute_on_params(eqn: JaxprEqn) -> ComputeOnParams:
+    """A `compute_on` keeps the options of the compiler as a text in JSON, or None."""
+    p, options = eqn.params, eqn.params["compiler_options_json"]
+    return ComputeOnParams(
+        p["jaxpr"],
+        p["out_memory_spaces"],
+        {
+            "compute_type": p["compute_type"],
+            "compiler_options": None if options is None else json.loads(options),
+        },
+    )
+
+
+def memory_space(aval: Any) -> Any:
+    """The memory that a value is in; that of the device for a hi type, which has none."""
+    return getattr(aval, "memory_space", jax.memory.Space.Device)
 
 
 def is_symbolic_zero(value: Any) -> bool:

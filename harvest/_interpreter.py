@@ -135,13 +135,13 @@ class Replay:
 
     def bind(self, eqn: JaxprEqn, invals: list[Any]) -> list[Any]:
         """Evaluate an equation as it stands."""
-        effects = any(not isinstance(e, SowEffect) for e in eqn.effects)
+        effects = any(map(_is_side_effect, eqn.effects))
         if effects and not self.effects and not _compat.uses_refs(eqn):
             raise UnsupportedError(
-                "what is collected inside a function with a custom derivative rule depends on a "
-                f"side effect (`{_compat.primitive_name(eqn)}`, at "
-                f"{_compat.source_of(eqn.source_info)}), which would happen twice when it is "
-                "differentiated; sow outside of that function, or collect outside of `jax.grad`"
+                "what is collected inside a function with a custom rule depends on a side effect "
+                f"(`{_compat.primitive_name(eqn)}`, at {_compat.source_of(eqn.source_info)}), "
+                "which would happen once more beside the rule when `jax.grad` or `jax.vmap` "
+                "applies it; sow outside of that function, or collect outside of `jax.grad`"
             )
         return _compat.bind(eqn, invals)
 
@@ -185,6 +185,11 @@ class Replay:
             # A second evaluation makes references of its own, and has to write to them.
             return _compat.uses_refs(eqn)
         return any(self.marks or not isinstance(e, SowEffect) for e in eqn.effects)
+
+
+def _is_side_effect(effect: Any) -> bool:
+    """Whether it may not happen twice; a collective may."""
+    return not isinstance(effect, SowEffect) and _compat.collective_over(effect) is None
 
 
 def _retagged(eqn: JaxprEqn, leaves: list[Any]) -> list[Any]:

@@ -32,7 +32,8 @@ class _Custom:
         jaxpr = _compat.called_jaxpr(eqn)
         effectful = any(not isinstance(e, SowEffect) for e in eqn.effects)
         edited = [action for action in inside.actions if isinstance(action, Edit)]
-        if not all(map(is_probe, edited)) or (effectful and not inside.replay.effects):
+        again = effectful and not inside.replay.effects
+        if not all(map(is_probe, edited)) or again or _compat.checks_operations():
             return inside.run(jaxpr, invals, live=inside.live)
         live = (any(inside.live),) * len(jaxpr.outvars)  # the user's rule is for all or none
 
@@ -49,10 +50,13 @@ class _Custom:
         def original(*args):
             return _compat.bind(eqn, split(args)[0]) if any(live) else [None for _ in live]
 
+        def results(outs, reads):
+            outs = outs if any(live) else [None for _ in live]
+            return outs, reads, outs if edits else []
+
         def body(*args):
             args, actions, loops = split(args)
-            outs, reads = bare.run(jaxpr, args, actions=actions, loops=loops, live=live)
-            return outs, reads, outs if edits else []
+            return results(*bare.run(jaxpr, args, actions=actions, loops=loops, live=live))
 
         def reads(*args):
             args, actions, loops = split(args)
@@ -78,11 +82,16 @@ class _Custom:
 
             return outs((args, indices), eps)
 
+        body = self.with_batching(eqn, inside, body, results, reads)
         fn = self.with_derivatives(body, original, reads, entering, without)
         outs, read, entered = fn(*invals, *leaves)
         if edits and any(live):
             outs = list(map(with_tangent_of, outs, entered))
         return outs, read
+
+    def with_batching(self, eqn, inside, body, results, reads):
+        """`body`, with the rule of the user's that `vmap` is to apply, if there is one."""
+        return body
 
     def with_derivatives(self, body, original, reads, entering, without):
         """`body`, each of whose results differentiates as one of the next three functions.
@@ -156,9 +165,9 @@ def _beside(inside, args):
     """For a second evaluation: the side effects are those of the original."""
     if any(map(_compat.is_ref, args)):
         raise UnsupportedError(
-            "what is collected inside a function with a custom derivative rule may depend "
-            "on a `Ref` from outside, which the function may have changed when it is "
-            "evaluated again to be differentiated; collect outside of `jax.grad`"
+            "what is collected inside a function with a custom rule may depend on a `Ref` from "
+            "outside, which the function may have changed when it is evaluated again beside the "
+            "rule; sow outside of that function, or collect outside of `jax.grad`"
         )
     return inside.without_effects()
 
