@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -75,6 +76,23 @@ def batching_a_predicate() -> bool:
         # as well, so that only what is in the branch itself can be told.
         batched += name in ("batch_jaxpr_axes", "_batch_jaxpr2")
         if name == "_cond_batching_rule" and frame.f_locals.get("index_dim") is not None:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def tracing_a_linear_call() -> bool:
+    """Whether the function of a `linear_call`, or its transpose, is being traced.
+
+    JAX cannot lower the call with a hi primitive inside, and says so without any line of the
+    user's. Nothing else tells where a value is sown before the program is there, so this looks at
+    JAX's frames. Were the names to change, our error would be JAX's; a test pins them.
+    """
+    names = ("linear_call", "_linear_call_transpose_rule")
+    home, frame = os.path.dirname(jax.__file__) + os.sep, sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in names and code.co_filename.startswith(home):
             return True
         frame = frame.f_back
     return False
@@ -311,6 +329,34 @@ def jaxprs_in(params: Any) -> Iterator[Jaxpr]:
         yield params.jaxpr
 
 
+def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """Every jaxpr that an equation evaluates, also if it holds a Python function instead."""
+    yield from jaxprs_in(eqn.params)
+    if primitive_name(eqn) == "noinline":
+        yield from _not_inlined(eqn)
+
+
+def _not_inlined(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """What an `equinox.internal.noinline` calls; nothing if that cannot be traced here.
+
+    Its parameters are a flattened `(index, abstract_fn, transforms, (fn, args, kwargs))` with bare
+    objects in the places of arrays. The function itself is known by its index to Equinox alone;
+    `abstract_fn` calls it, unless the user has given one that does not.
+    """
+    avals = iter([_shaped(v.aval) for v in eqn.invars])
+    flat = [next(avals) if type(x) is object else x for x in eqn.params["static"]]
+    try:
+        _, abstract_fn, transforms, args = jax.tree.unflatten(eqn.params["treedef"], flat)
+        called = lambda call: abstract_fn(call[0], *call[1], **call[2])
+        for transform in transforms[1:]:  # of derivatives and `vmap`
+            called = transform(called)
+        with PLANTING(True):  # for both kinds of markers
+            jaxpr = eqx.filter_make_jaxpr(called)(args)[0]
+    except Exception:
+        return
+    yield jaxpr
+
+
 def _expansion(prim: hijax.HiPrim) -> Iterator[Jaxpr]:
     """What a user's `HiPrim` expands to; nothing if that cannot be traced here."""
     try:
@@ -498,15 +544,21 @@ def memory_space(aval: Any) -> Any:
     return getattr(aval, "memory_space", jax.memory.Space.Device)
 
 
+def in_memory_of(value: jax.Array, aval: Any) -> jax.Array:
+    """`value` in the memory of `aval`: JAX combines no values of different memories."""
+    space = memory_space(aval)
+    return value if memory_space(jax.typeof(value)) == space else jax.device_put(value, space)
+
+
 def is_symbolic_zero(value: Any) -> bool:
     """`SymbolicZero` is public only as a word of the custom-derivative docs."""
     return type(value).__name__ in ("SymbolicZero", "Zero")
 
 
 def placed_like(value: Any, aval: Any) -> Any:
-    """`value` with the explicit sharding and the varying mesh axes that `aval` has."""
+    """`value` with the explicit sharding, varying mesh axes and memory that `aval` has."""
     value = placed(value, getattr(aval, "sharding", None))
-    return varying_along(value, varying(aval))
+    return in_memory_of(varying_along(value, varying(aval)), aval)
 
 
 def varying_along(value: Any, axes: frozenset[str]) -> Any:

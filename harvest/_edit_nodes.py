@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _types
+from . import _compat, _types
 from ._batching import Positions
 from ._errors import PlantError
 from ._iterations import check_index, is_chosen
@@ -248,9 +248,10 @@ def _operand(operand: Any, like: Any) -> Any:
             f"got an operand of type {_types.describe(operand)} for {_types.describe(like)}"
         )
     try:
-        return jnp.broadcast_to(operand.astype(like.dtype), like.shape)
+        operand = jnp.broadcast_to(operand.astype(like.dtype), like.shape)
     except ValueError:
         raise PlantError(
             f"got an operand of type {_types.describe(operand)}, which does not broadcast to "
             f"{_types.describe(like)}"
         ) from None
+    return _compat.in_memory_of(operand, jax.typeof(like))

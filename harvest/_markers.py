@@ -17,6 +17,7 @@ import jax
 from jax.experimental.hijax import GradAccum, HiPrim, Zero, instantiate_zeros
 
 from . import _compat
+from ._errors import warn
 from ._structure import Structure
 
 
@@ -134,6 +135,16 @@ class Mark(Marker):
 
     @staticmethod
     def outs(values):
+        return ()
+
+    def expand(self, *leaves):
+        if _compat.WATCHED.value:
+            # A compiled program is lowered when nobody is tracing any more.
+            warn(
+                f"{self.label.name!r} (sown at {self.label.source}) cannot be seen: what traces it "
+                "there, such as `jax.experimental.jet` or a compilation inside of the function, "
+                "leaves nothing of it in the program; sow outside of that"
+            )
         return ()
 
     def vjp_bwd_retval(self, res, outgrad):

@@ -200,6 +200,7 @@ def located(where: str) -> Iterator[None]:
 
 
 READ = Reading((Whole(),), single=True)
+CONSUMED = Reading((), single=False)  # nobody sees it afterwards, and nothing is read
 
 
 def _stacked_shards(shards: Shards, front: int, aval: Any) -> Any:

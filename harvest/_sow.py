@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from . import _compat
 from ._compat import UserScope
-from ._errors import SowError
+from ._errors import SowError, UnsupportedError
 from ._markers import Label, Perturb, mark
 from ._spec import specs_of
 from ._structure import Structure, is_array
@@ -55,15 +55,19 @@ def sow(value: Any, *, name: str, spec: Any = None) -> Any:
 
     `value`. Use the result (`h = sow(h, name="h")`), or a planted value feeds nothing.
 
-    What JAX does not trace as a part of the program cannot be seen: a `sow` under
-    `jax.ensure_compile_time_eval`, in a host callback, or in an opaque call such as
-    `equinox.internal.noinline`.
+    What JAX does not trace as a part of the program cannot be seen. Under
+    `jax.ensure_compile_time_eval`, `jax.experimental.jet` or a compilation inside of the function
+    there is a [`harvest.HarvestWarning`][]. Nothing can be told of a `sow` in a host callback, in
+    what has been compiled or exported before, in the body of a `custom_vmap` where JAX evaluates
+    its rule instead, and in an `equinox.internal.noinline` that has an `abstract_fn` of its own.
 
     **Raises:**
 
     - [`harvest.SowError`][]: the name is empty, not a string or contains `/`; a leaf is a
         mutable `Ref`, which has no value of its own to collect; or `spec` does not fit the mesh
         axes along which the value varies.
+    - [`harvest.UnsupportedError`][]: inside a `jax.custom_derivatives.linear_call`, which JAX could
+        not compile.
     """
     _check_name(name, "sow")
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
@@ -74,6 +78,7 @@ def sow(value: Any, *, name: str, spec: Any = None) -> Any:
             )
     if not _compat.tracing():
         return value  # nobody can be listening
+    _check_place(name, "sow")
     leaves, structure = Structure.flatten(value, is_array)
     label = Label(name, "sow", structure, _compat.caller(), specs_of(value, spec, name))
     return structure.unflatten(mark(leaves, label, ((),) * len(leaves)))
@@ -129,6 +134,7 @@ def perturb(value: Any, *, name: str, log: bool = False, spec: Any = None) -> An
     _check_name(name, "perturb")
     if not _compat.tracing():
         return value
+    _check_place(name, "perturb")
     leaves, treedef = jax.tree.flatten(value)
     differentiable = list(map(_is_differentiable, leaves))
     if not any(differentiable):
@@ -208,6 +214,14 @@ def _check_name(name: Any, caller: str) -> None:
         hint = " To nest names, use `harvest.scope`." if isinstance(name, str) and name else ""
         raise SowError(
             f"`{caller}` got the name {name!r}; wanted a non-empty string without `/`.{hint}"
+        )
+
+
+def _check_place(name: str, caller: str) -> None:
+    if _compat.tracing_a_linear_call():
+        raise UnsupportedError(
+            f"`{caller}(..., name={name!r})` at {_compat.caller()} is inside a `linear_call`, which "
+            f"JAX cannot compile with it: `{caller}` what goes in or what comes out instead"
         )
 
 

@@ -45,7 +45,7 @@ class Walk:
         if (rule := rule_for(eqn)) is not None:
             entries = rule.entries(eqn, self)
         else:
-            inside = [e for jaxpr in _compat.jaxprs_in(eqn.params) for e in self.entries(jaxpr)]
+            inside = [e for jaxpr in _compat.inner_jaxprs(eqn) for e in self.entries(jaxpr)]
             entries = [e.block(_compat.primitive_name(eqn)) for e in inside]
         return [entry.scoped(scope) for entry in entries]
 

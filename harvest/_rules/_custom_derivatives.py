@@ -19,7 +19,7 @@ from .._errors import UnsupportedError
 from .._interpreter import Replay
 from .._markers import SowEffect
 from .._probe import is_probe, with_tangent_of
-from .._reading import READ, Reading
+from .._reading import CONSUMED, Reading
 from .._rule import register_rule
 from .._walk import Walk
 
@@ -262,10 +262,8 @@ def _without(sows, fn, *args):
         return fn(*args)
     jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     walk = Walk()
-    actions = tuple(
-        READ if e.readable and (sows is None or (e.marker.label.name, e.source) in sows) else None
-        for e in walk.entries(jaxpr)
-    )
+    gone = lambda e: sows is None or (e.marker.label.name, e.source) in sows
+    actions = [CONSUMED if e.readable and gone(e) else None for e in walk.entries(jaxpr)]
     live = (True,) * len(jaxpr.outvars)
     outs, _ = Replay(walk).run(jaxpr, jax.tree.leaves(args), actions, (), live)
     return jax.tree.unflatten(jax.tree.structure(out), outs)

@@ -364,7 +364,7 @@ def test_a_wrong_rule_is_an_error_of_jax(result, match):
 
 def test_nans_are_found_in_the_body():
     fn = with_rule(lambda x: jnp.log(tagged(x)))
-    with jax.debug_nans(True), pytest.raises(FloatingPointError) as info:
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan") as info:
         capture(fn)(-jnp.ones(2))
     assert any("`log`" in note for note in info.value.__notes__)
     with jax.debug_nans(True):

@@ -3,13 +3,15 @@
 import functools
 import re
 
+import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.hijax import HiPrim
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, PartitionSpec
@@ -47,14 +49,34 @@ def in_shard_map(x):
     return jax.shard_map(lambda x: inside(2 * x), mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
 
-def in_custom_vmap(x):
-    f = custom_vmap(lambda x: inside(2 * x))
-    f.def_vmap(lambda size, batched, x: (2 * x, batched[0]))
+def in_reduce(x):
+    return lax.reduce(x, jnp.float32(0), lambda a, b: inside(a + b), (0,))
+
+
+def in_reduce_window(x):
+    add = lambda a, b: inside(a + 1 * b)  # otherwise JAX knows it as a sum
+    return lax.reduce_window(x, jnp.float32(0), add, (2,), (1,), "SAME")
+
+
+def in_scatter(x):
+    return x.at[0].apply(lambda v: inside(2 * v))
+
+
+def in_custom_root(x):
+    def solve(f, x):
+        return lax.fori_loop(0, 10, lambda _, y: y - f(y) / (2 * y), x)
+
+    return lax.custom_root(lambda y: inside(y * y - x), 1 + x, solve, lambda g, y: y / g(1.0))
+
+
+def in_custom_partitioning(x):
+    f = custom_partitioning(lambda x: inside(2 * x))
+    f.def_partition(lambda *_: None, lambda *_: None, sharding_rule="i -> i")
     return f(x)
 
 
-def in_reduce(x):
-    return lax.reduce(x, jnp.float32(0), lambda a, b: inside(a + b), (0,))
+def in_noinline(x):
+    return eqxi.noinline(lambda x: inside(2 * x))(x)
 
 
 class Doubling(HiPrim):
@@ -89,8 +111,12 @@ PROGRAMS = {
     in_pallas_call: "pallas_call",
     in_custom_linear_solve: "custom_linear_solve",
     in_shard_map: "shard_map",
-    in_custom_vmap: "custom_vmap_call",
     in_reduce: "reduce",
+    in_reduce_window: "reduce_window",
+    in_scatter: "scatter",
+    in_custom_root: "CustomRoot",
+    in_custom_partitioning: "custom_partitioning",
+    in_noinline: "noinline",
     in_hi_prim: "Doubling",
     in_optimized_fwd_rule: "remat_opt",
 }
@@ -169,6 +195,16 @@ def test_the_message_says_what_to_do():
         reap(in_while_condition)(X)
     with pytest.raises(UnsupportedError, match="sow its inputs or outputs instead"):
         reap(in_pallas_call)(X)
+
+
+@pytest.mark.parametrize("transform", [jax.vmap, lambda f: lambda x: jax.jvp(f, (x,), (x,))])
+def test_a_noinline_is_looked_into_under_transforms(transform):
+    message = rf"'inside' \(sown at .*{re.escape(LINE)}\) is inside `noinline`"
+    with pytest.raises(UnsupportedError, match=message):
+        capture(transform(in_noinline))(X)
+    model = eqx.nn.Lambda(lambda x: inside(2 * x))
+    with pytest.raises(UnsupportedError, match=message):
+        capture(lambda x: eqxi.noinline(model)(x, key=None))(X)
 
 
 @pytest.mark.parametrize("flag", ["jax_custom_jvp3", "jax_custom_vjp3"])
