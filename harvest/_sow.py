@@ -130,6 +130,7 @@ def perturb(value: Any, *, name: str, log: bool = False, spec: Any = None) -> An
     **Raises:**
 
     - [`harvest.SowError`][]: the name is empty, not a string or contains `/`.
+    - [`harvest.UnsupportedError`][]: inside a `jax.custom_derivatives.linear_call`.
     """
     _check_name(name, "perturb")
     if not _compat.tracing():
@@ -220,8 +221,8 @@ def _check_name(name: Any, caller: str) -> None:
 def _check_place(name: str, caller: str) -> None:
     if _compat.tracing_a_linear_call():
         raise UnsupportedError(
-            f"`{caller}(..., name={name!r})` at {_compat.caller()} is inside a `linear_call`, which "
-            f"JAX cannot compile with it: `{caller}` what goes in or what comes out instead"
+            f"`{caller}(..., name={name!r})` at {_compat.caller()} is inside a `linear_call`, "
+            f"which JAX cannot compile with it: `{caller}` what goes in or what comes out instead"
         )
 
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.compute_on import compute_on
+from jax.experimental.xla_metadata import xla_metadata_call
 
 LENGTH = 3
 SIZE = 4
@@ -89,6 +91,15 @@ def custom_vjp(x, site):
     return fn(x)
 
 
+def metadata(x, site):
+    return xla_metadata_call(lambda x: plain(x, site), kind="marked")(x)
+
+
+def on_host(x, site):
+    options = {"compute_type": "device_host", "out_memory_spaces": jax.memory.Space.Device}
+    return compute_on(lambda x: plain(x, site), **options)(x)
+
+
 def scan(x, site, body=_body, wrap=lambda f: f, **options):
     step = wrap(lambda x, i: (body(x, i, site), None))
     return lax.scan(step, x, jnp.arange(LENGTH), **options)[0]
@@ -159,6 +170,8 @@ _IN_NO_LOOP = [
     platform,
     custom_jvp,
     custom_vjp,
+    metadata,
+    on_host,
 ]
 _IN_A_LOOP = [
     scan,

@@ -324,6 +324,45 @@ def test_side_effects_in_a_loop_inside_happen_as_often_as_without():
         assert len(calls) == 3
 
 
+@pytest.mark.parametrize("kind", [jax.custom_jvp, jax.custom_vjp])
+def test_a_rule_that_evaluates_a_loop_inside_sows_nothing_again(kind):
+    def body(x):
+        step = lambda x: sow(2 * x, name="h")
+        return lax.while_loop(lambda x: x < 10, step, x)
+
+    f = kind(body)
+    if kind is jax.custom_jvp:
+        f.defjvp(lambda primals, tangents: (body(*primals), 100 * tangents[0]))
+    else:
+        f.defvjp(lambda x: (body(x), None), lambda _, ct: (100 * ct,))
+    select = {"h": harvest.folds.last()}
+
+    def loss(x):
+        out, acts = capture(f, select)(x)
+        return out, acts["h"][0]
+
+    close(jax.grad(loss, has_aux=True)(jnp.float32(1)), (100, 16))
+    assert capture(jax.grad(loss, has_aux=True))(jnp.float32(1))[1] == {}
+
+
+@pytest.mark.parametrize("kind", [jax.custom_jvp, jax.custom_vjp])
+def test_a_collective_is_no_side_effect(kind):
+    body = lambda x: 2 * sow(lax.psum(jnp.sin(x), "i"), name="h")
+    f = kind(body)
+    if kind is jax.custom_jvp:
+        f.defjvp(lambda primals, tangents: (body(*primals), 100 * tangents[0]))
+    else:
+        f.defvjp(lambda x: (body(x), None), lambda _, ct: (100 * ct,))
+
+    def both(x):
+        return jax.value_and_grad(lambda x: capture(f)(x), has_aux=True)(x)
+
+    xs = jnp.array([0.5, 1.5])
+    (out, acts), grads = jax.vmap(both, axis_name="i")(xs)
+    total = np.full(2, np.sin(xs).sum())
+    close((out, acts["h"][0], grads), (2 * total, total, np.full(2, 100.0)))
+
+
 USES = {
     "value": (lambda f: f, lambda f: capture(f)),
     "reap": (lambda f: f, lambda f: reap(f)),
