@@ -13,7 +13,7 @@ from ._edit_nodes import At, Chain, Edit, Loop
 from ._entry import Entry
 from ._errors import UnsupportedError
 from ._interpreter import Actions, Env, Inside, Replay, Step
-from ._markers import SowEffect
+from ._markers import is_side_effect
 
 Index = tuple[Any, ...]  # an iteration of the loops around a site, outermost first
 Cell = Callable[[Index, Any], Any]  # the result for an iteration and an experiment's number
@@ -207,7 +207,7 @@ def _is_forward_scan(step: Step) -> bool:
     if step.eqn.primitive.name != "scan":
         return False
     params = _compat.scan_params(step.eqn)
-    effects = any(not isinstance(e, SowEffect) for e in step.eqn.effects)
+    effects = any(map(is_side_effect, step.eqn.effects))
     lowered = not any(_compat.is_hi_type(v.aval) for v in step.eqn.invars)
     return lowered and not effects and not params.options["reverse"]
 

@@ -11,7 +11,7 @@ from ._apply import apply_edit
 from ._edit_nodes import Edit, Loop
 from ._entry import Entry
 from ._errors import UnsupportedError
-from ._markers import Mark, SowEffect, Tag
+from ._markers import Mark, SowEffect, Tag, is_side_effect
 from ._reading import Folded, Reading
 from ._rule import Rule, rule_for
 from ._walk import Walk
@@ -135,7 +135,7 @@ class Replay:
 
     def bind(self, eqn: JaxprEqn, invals: list[Any]) -> list[Any]:
         """Evaluate an equation as it stands."""
-        effects = any(map(_is_side_effect, eqn.effects))
+        effects = any(map(is_side_effect, eqn.effects))
         if effects and not self.effects and not _compat.uses_refs(eqn):
             raise UnsupportedError(
                 "what is collected inside a function with a custom rule depends on a side effect "
@@ -184,12 +184,8 @@ class Replay:
         if not self.effects:
             # A second evaluation makes references of its own, and has to write to them.
             return _compat.uses_refs(eqn)
-        return any(self.marks or not isinstance(e, SowEffect) for e in eqn.effects)
-
-
-def _is_side_effect(effect: Any) -> bool:
-    """Whether it may not happen twice; a collective may."""
-    return not isinstance(effect, SowEffect) and _compat.collective_over(effect) is None
+        sown = self.marks and any(isinstance(e, SowEffect) for e in eqn.effects)
+        return sown or any(map(is_side_effect, eqn.effects))
 
 
 def _retagged(eqn: JaxprEqn, leaves: list[Any]) -> list[Any]:

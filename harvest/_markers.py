@@ -36,6 +36,11 @@ class SowEffect(jax.debug.DebugEffect):
 SOW = SowEffect()
 
 
+def is_side_effect(effect: Any) -> bool:
+    """Whether something has to happen, and once: neither a sow, nor a collective."""
+    return not isinstance(effect, SowEffect) and _compat.collective_over(effect) is None
+
+
 @dataclasses.dataclass(frozen=True)
 class Label:
     """What a marker says about the value it marks."""

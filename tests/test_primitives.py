@@ -66,7 +66,6 @@ REFUSED = {
     "scatter-mul": REDUCTION,
     "scatter-sub": REDUCTION,
     "select_and_scatter": REDUCTION,
-    "shard_map": "has no rule yet",
     "thunky.async_start": GPU,
     "thunky.call_jax": GPU,
     "thunky.call_thunky_nested": GPU,

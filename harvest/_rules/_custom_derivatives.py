@@ -17,7 +17,7 @@ from .. import _compat
 from .._edit_nodes import Edit, split_arrays
 from .._errors import UnsupportedError
 from .._interpreter import Replay
-from .._markers import SowEffect
+from .._markers import is_side_effect
 from .._probe import is_probe, with_tangent_of
 from .._reading import CONSUMED, Reading
 from .._rule import register_rule
@@ -30,7 +30,7 @@ class _Custom:
 
     def rebuild(self, eqn, invals, inside):
         jaxpr = _compat.called_jaxpr(eqn)
-        effectful = any(not isinstance(e, SowEffect) for e in eqn.effects)
+        effectful = any(map(is_side_effect, eqn.effects))
         edited = [action for action in inside.actions if isinstance(action, Edit)]
         again = effectful and not inside.replay.effects
         if not all(map(is_probe, edited)) or again or _compat.checks_operations():

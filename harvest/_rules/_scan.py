@@ -8,7 +8,7 @@ from jax import lax
 from .. import _compat
 from .._edit_nodes import Loop, split_each
 from .._loop_slots import LoopSlots
-from .._markers import SowEffect
+from .._markers import is_side_effect
 from .._rule import register_rule
 
 
@@ -65,7 +65,7 @@ def _steps(params, loop, inside, inputs):
     if not inside.plants and not any(loop.states()):
         return None
     wanted = loop.wanted()
-    effects = any(not isinstance(e, SowEffect) for e in params.jaxpr.effects)
+    effects = any(map(is_side_effect, params.jaxpr.effects))
     # If somebody else may collect or plant in it, the loop is to look as it is.
     whole = inside.replay.effects and (effects or _compat.WATCHED.value)
     if (

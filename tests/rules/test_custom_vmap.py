@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.custom_batching import custom_vmap, sequential_vmap
 from jax.experimental import io_callback
+from jax.sharding import AxisType, PartitionSpec
 
 import harvest
 from harvest import UnsupportedError, at, capture, folds, plant, reap, sites, sow
@@ -345,6 +346,17 @@ def test_collectives():
     close(
         jax.vmap(capture(with_site, "x"), axis_name="i")(XS)[0], jax.vmap(summed, axis_name="i")(XS)
     )
+
+
+def test_collectives_over_a_mesh():
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    fn = custom_vmap(lambda x: 2 * tagged(lax.psum(x, "i")))
+    fn.def_vmap(lambda size, batched, x: (3 * lax.psum(x, "i"), True))
+    each = lambda xs: jax.vmap(capture(fn))(xs)
+    total = np.sum(XS, axis=0, keepdims=True)  # of two shards with an example each
+    spec = PartitionSpec("i")
+    run = jax.shard_map(each, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+    close(run(XS), (3 * total, {"h": (total,)}))
 
 
 @pytest.mark.parametrize(
