@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.hijax import HiPrim
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.sharding import AxisType, PartitionSpec
 
 from harvest import UnsupportedError, add, capture, plant, reap, sites, sow
 
@@ -41,12 +40,6 @@ def in_custom_linear_solve(x):
     return lax.custom_linear_solve(
         lambda v: inside(2 * v), x, lambda matvec, b: b / 2, symmetric=True
     )
-
-
-def in_shard_map(x):
-    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
-    spec = PartitionSpec("i")
-    return jax.shard_map(lambda x: inside(2 * x), mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
 
 def in_reduce(x):
@@ -110,7 +103,6 @@ PROGRAMS = {
     in_while_condition: "while",
     in_pallas_call: "pallas_call",
     in_custom_linear_solve: "custom_linear_solve",
-    in_shard_map: "shard_map",
     in_reduce: "reduce",
     in_reduce_window: "reduce_window",
     in_scatter: "scatter",
@@ -154,7 +146,7 @@ def test_a_wanted_site_is_an_error_that_names_it(f, transform):
 
 
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("f", [in_while_condition, in_pallas_call, in_shard_map])
+@pytest.mark.parametrize("f", [in_while_condition, in_pallas_call, in_reduce])
 def test_it_is_found_in_other_structures(f, around):
     message = rf"'inside' \(sown at .*{re.escape(LINE)}\) is inside .*`{PROGRAMS[f]}"
     with pytest.raises(UnsupportedError, match=message):
