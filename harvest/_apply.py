@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from . import _types
+from . import _compat, _types
 from ._batching import Positions, over_examples
 from ._edit_nodes import Context, Edit, Loop
 from ._errors import PlantError
@@ -32,7 +32,8 @@ def apply_edit(
         fitted=lambda value: structure.unflatten(fitted(value)),
     )
     try:
-        new = fitted(edit.apply(structure.unflatten(fronted), context))
+        with _compat.mesh_of(marker.in_avals):
+            new = fitted(edit.apply(structure.unflatten(fronted), context))
     except PlantError as error:
         raise _located(error, where) from None
     except Exception as error:

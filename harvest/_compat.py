@@ -12,7 +12,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -31,6 +31,7 @@ from jax.extend.core import (
     primitives,
     take_current_trace,
 )
+from jax.sharding import AxisType, NamedSharding
 
 # Whose lines are never "the user's": this package, and the wrappers that jaxtyping and beartype
 # put around functions.
@@ -168,6 +169,29 @@ def varying(aval: Any) -> frozenset[str]:
     """
     manual = getattr(aval, "manual_axis_type", None)
     return frozenset() if manual is None else manual.varying
+
+
+def explicit_sharding(aval: Any) -> NamedSharding | None:
+    """The sharding that is a part of a type: None if no axis of its mesh is explicit.
+
+    In JAX the type of every array has a sharding, of an empty mesh if there is none.
+    """
+    sharding = getattr(aval, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return sharding
+
+
+def mesh_of(avals: Sequence[Any]) -> AbstractContextManager[Any]:
+    """The mesh of explicitly sharded types, where the user has not set one.
+
+    Without it, what is made of no sharded value (by `jnp.full`, say) is not sharded, and much of
+    JAX drops the sharding of a value when it makes another one.
+    """
+    meshes: list[Any] = [s.mesh for s in map(explicit_sharding, avals) if s is not None]
+    if not meshes or not jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    return jax.sharding.use_abstract_mesh(meshes[0])
 
 
 def zeros(aval: Any) -> jax.Array:
@@ -568,13 +592,33 @@ def varying_along(value: Any, axes: frozenset[str]) -> Any:
 
 
 def placed(value: Any, sharding: Any) -> Any:
-    """`value` with a sharding, if mesh axes of that are explicit: then it is a part of its type."""
-    if sharding is None or jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+    """`value` with a sharding, as far as mesh axes of that are explicit.
+
+    Then it is a part of its type. So is the mesh itself, also where all its axes are automatic.
+    """
+    if sharding is None or sharding.mesh.empty:
         return value
-    have = jax.typeof(value).sharding
-    if have.spec == sharding.spec and have.mesh == sharding.mesh.abstract_mesh:
-        return value
-    return jax.sharding.reshard(value, sharding)
+    mesh, aval = sharding.mesh.abstract_mesh, jax.typeof(value)
+    # As a type has it: what it says of axes that are not explicit is left out.
+    like = NamedSharding(mesh, sharding.spec)
+    wanted = jax.core.ShapedArray(aval.shape, aval.dtype, sharding=like).sharding
+    same_mesh = _axes_of(aval.sharding.mesh) == _axes_of(mesh)
+    if explicit_sharding(aval.update(sharding=wanted)) is None:
+        resharded = not same_mesh and not aval.sharding.mesh.empty
+    else:
+        resharded = not same_mesh or aval.sharding.spec != wanted.spec
+    return jax.sharding.reshard(value, wanted) if resharded else value
+
+
+def can_reshard(got: Any, wanted: Any) -> bool:
+    """Whether values of one type can be resharded to another: their meshes are of one size."""
+    shardings = [getattr(aval, "sharding", None) for aval in (got, wanted)]
+    sizes = {s.mesh.size for s in shardings if s is not None and not s.mesh.empty}
+    return len(sizes) < 2
+
+
+def _axes_of(mesh: Any) -> tuple[Any, ...]:
+    return mesh.axis_names, mesh.axis_sizes, mesh.axis_types
 
 
 def like_weak(value: jax.Array, aval: Any) -> jax.Array:

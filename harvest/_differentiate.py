@@ -140,7 +140,7 @@ def _reduced_zeros(entry: Entry, reducer: Any) -> Packed | None:
     ]
     fn = reducing(reducer, marker.label.structure, marker.positions)
     try:
-        packed = jax.eval_shape(fn, avals)
+        packed = _types.result_types(fn, avals)
     except Exception as error:
         error.add_note(f"harvest: raised by the reducer of {entry.describe()}")
         raise

@@ -254,4 +254,4 @@ def _operand(operand: Any, like: Any) -> Any:
             f"got an operand of type {_types.describe(operand)}, which does not broadcast to "
             f"{_types.describe(like)}"
         ) from None
-    return _compat.in_memory_of(operand, jax.typeof(like))
+    return _compat.placed_like(operand, jax.typeof(like))

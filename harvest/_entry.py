@@ -12,6 +12,7 @@ from ._batching import batch_sizes
 from ._compat import UserScope
 from ._markers import Mark, Tag
 from ._shards import Layout, Shards
+from ._types import Dim
 
 # Places in a `while_loop` that cannot be opened.
 PREDICATE = "the predicate of a `while_loop`"
@@ -76,7 +77,7 @@ class Entry:
     summed: bool = False  # those branches differ
     blocked: str | None = None  # the primitive around it that cannot be opened
     feeds: bool = True  # something besides marks uses the result of this `Tag`
-    lanes: tuple[int, ...] = ()  # batch axes that it only has because it does not run in all lanes
+    lanes: tuple[Dim, ...] = ()  # batch axes that it only has because it does not run in all lanes
     # The `shard_map`s around it, outermost first, each with its layouts: a tree like `type`.
     crossed: tuple[tuple[Shards, Any], ...] = ()
     uneven: frozenset[str] = frozenset()  # mesh axes along which not all shards run it
@@ -137,7 +138,7 @@ class Entry:
             type = jax.tree.map(lambda aval: _types.stacked(aval, length), type)
         return dataclasses.replace(self, type=type, loops=(length, *self.loops))
 
-    def in_lanes(self, lanes: tuple[int, ...], varies: bool) -> "Entry":
+    def in_lanes(self, lanes: tuple[Dim, ...], varies: bool) -> "Entry":
         """As seen from outside a `while_loop` whose predicate `vmap` has batched.
 
         `varies`: whether the value depends on what the loop carries, which has these axes.

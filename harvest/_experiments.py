@@ -41,6 +41,7 @@ class Experiments(Transformed):
 
     _dynamic = ("fn", "source", "edits", "grid")
     _static = ("select", "edit_keys", "batch_size")
+    _planted = (("select", "source"), ("edit_keys", "edits"))
     _what: str
 
     def __init__(self, fn: Callable[..., Any], source: Any, edit: Any, grid: Any, batch_size: int):

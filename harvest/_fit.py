@@ -66,6 +66,12 @@ def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str) -> Any:
         )
     if weak:
         leaf = jnp.asarray(leaf, wanted.dtype)
+    if not _compat.can_reshard(got, wanted):
+        raise PlantError(
+            f"got {_types.short(got)}{at} on a mesh of {got.sharding.mesh.size} devices, wanted "
+            f"one of the {wanted.sharding.mesh.size} on which the program runs, for {where}; move "
+            "it with `jax.device_put`"
+        )
     return _compat.placed_like(_compat.like_weak(jnp.asarray(leaf), wanted), wanted)
 
 

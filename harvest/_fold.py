@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import equinox as eqx
 import jax
 
+from . import _types
 from ._errors import SelectError
 from ._structure import Packed, Structure
 
@@ -141,7 +142,7 @@ class Over(Fold):
 def result_type(fn: Callable[[Any], Any], aval: Any) -> Any:
     """What `fn` returns for values of this type."""
     leaves, structure = Structure.flatten(aval, is_type)
-    packed = jax.eval_shape(lambda *x: Packed.pack(fn(structure.unflatten(x))), *leaves)
+    packed = _types.result_types(lambda *x: Packed.pack(fn(structure.unflatten(x))), *leaves)
     return packed.unflatten()
 
 

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 from jaxtyping import Array
 
 from . import _compat, _types
@@ -204,19 +204,23 @@ class HistogramFold(Fold):
     def update(self, state, value, index):
         def counted(v, counts):
             dtype = _promoted(v.dtype, self.bins.dtype)
-            values = _replicated(v).ravel().astype(dtype)
-            new, _ = jnp.histogram(values, self.bins.astype(dtype))
+            new = _counts(v.astype(dtype), self.bins.astype(dtype))
             return counts + new.astype(counts.dtype)
 
         return _each(counted, value, state)
 
 
-def _replicated(value: Any) -> Any:
-    """`value` without its explicit sharding: JAX cannot count across it."""
-    sharding = jax.typeof(value).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
-        return value
-    return jax.sharding.reshard(value, NamedSharding(sharding.mesh, PartitionSpec()))
+def _counts(values: Any, bins: Any) -> Any:
+    def counts(values: Any, bins: Any) -> Any:
+        return jnp.histogram(values.ravel(), bins)[0]
+
+    sharding = _compat.explicit_sharding(jax.typeof(values))
+    if sharding is None:
+        return counts(values, bins)
+    # Across explicit axes JAX can neither flatten nor count.
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    automatic: Callable[..., Any] = auto_axes(counts, out_sharding=replicated)
+    return automatic(values, bins)
 
 
 class TopKFold(Fold):

@@ -78,6 +78,7 @@ def jvp(
 class Jvp(Transformed):
     _dynamic = ("fn", "tangents", "reducers")
     _static = ("keys", "select", "mode")
+    _planted = (("keys", "tangents"),)
 
     def __init__(self, fn: Callable[..., Any], tangents: Any, select: Any, mode: Mode):
         super().__init__(fn, "jvp")

@@ -125,6 +125,7 @@ def _has_numbers(entry: Entry) -> bool:
 class Plant(Transformed):
     _dynamic = ("fn", "values")
     _static = ("keys", "mode")
+    _planted = (("keys", "values"),)
 
     def __init__(self, fn: Callable[..., Any], plants: Mapping[Any, Any], mode: Mode):
         super().__init__(fn, "plant")

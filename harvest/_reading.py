@@ -19,6 +19,7 @@ from ._markers import Marker
 from ._shards import Layout, Shards, axes_named_in, inside
 from ._slots import assembled
 from ._structure import Packed
+from ._types import Dim
 
 
 class Part(eqx.Module):
@@ -57,7 +58,8 @@ class Mapped(Part):
 
     def read(self, marker, leaves, loops):
         def mapped(leaves):
-            return Packed.pack(self.fn(marker.label.structure.unflatten(leaves)))
+            with _compat.mesh_of(marker.in_avals):
+                return Packed.pack(self.fn(marker.label.structure.unflatten(leaves)))
 
         fronted = _types.axes_to_front(leaves, marker.positions)
         return over_examples(mapped, marker.positions)(fronted)
@@ -79,9 +81,10 @@ class Mapped(Part):
     def _type_at(self, entry: Entry) -> Any:
         """The type without the axes of loops, of an entry outside any `cond`."""
         marker = entry.marker
-        read = lambda: jax.eval_shape(lambda *x: self.read(marker, list(x), ()), *marker.in_avals)
+        read = lambda *leaves: self.read(marker, list(leaves), ())
+        types = functools.partial(_types.result_types, read, *marker.in_avals)
         with located(entry.describe()):
-            type = inside(entry.shards, read)
+            type = inside(entry.shards, types)
         type = jax.tree.map(lambda aval: _types.with_varying(aval, entry.uneven), type)
         batch = len(levels(marker.positions))
         for shards in reversed(entry.shards):
@@ -109,7 +112,7 @@ class Folded(Part):
     slot: Slot
     levels: tuple[Level, ...] | None = eqx.field(static=True)  # of all loops, or fold whatever is
     batch: int = eqx.field(static=True)  # how many batch axes the arrays of the slot have
-    lanes: tuple[int, ...] = eqx.field(static=True)  # those of them that the value has not
+    lanes: tuple[Dim, ...] = eqx.field(static=True)  # those of them that the value has not
     varying: tuple[frozenset[str], ...] = eqx.field(static=True)  # mesh axes, for each array
 
     def level(self, depth: int) -> Level:
@@ -132,7 +135,8 @@ class Folded(Part):
 
         def updated(leaves, slot):
             value = marker.label.structure.unflatten(leaves)
-            state = Packed.pack(self.fold.update(slot.state.unflatten(), value, index))
+            with _compat.mesh_of(marker.in_avals):
+                state = Packed.pack(self.fold.update(slot.state.unflatten(), value, index))
             return Slot(_checked(state, slot.state, self.fold), slot.count + 1)
 
         update = over_examples(updated, marker.positions)
@@ -144,7 +148,10 @@ class Folded(Part):
         raise NotImplementedError("a branch that does not run keeps the slot")
 
     def result(self, entry, read):
-        finish = lambda slot: Packed.pack(self.fold.finish(slot.state.unflatten(), slot.count))
+        def finish(slot):
+            with _compat.mesh_of(entry.marker.in_avals):
+                return Packed.pack(self.fold.finish(slot.state.unflatten(), slot.count))
+
         for shards in reversed(entry.shards):
             axes = [0 if shards.differing(v) else None for v in self.varying]
             if any(axis is not None for axis in axes):

@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from . import _compat, _types
-from ._batching import batch_sizes
 from ._entry import Entry
 from ._errors import SelectError
 from ._fold import Fold, Level
@@ -18,6 +16,7 @@ from ._reading import Folded, Mapped, Part, Reading, Slot, Whole, located
 from ._shards import inside
 from ._slots import made_in_shards, varying
 from ._structure import Bound, Packed
+from ._types import Dim
 
 
 def check_reducer(reducer: Any) -> Any:
@@ -80,7 +79,7 @@ def _folded(fold: Fold, entry: Entry) -> Folded:
         raise SelectError(
             f"a fold has to fold a `while_loop`, whose length is not known, for {entry.describe()}"
         )
-    sizes = (*(n for n in kept[0].stacked if n is not None), *kept[0].batch)
+    front = [*(Dim(n) for n in kept[0].stacked if n is not None), *kept[0].batch]
     folded = sum(level.folded for level in levels)
     with located(entry.describe()):
         each = [varying(bound, row[0], states[0], folded) for row in rows]
@@ -90,10 +89,11 @@ def _folded(fold: Fold, entry: Entry) -> Folded:
     axes = tuple(everywhere if v else v for v in differing)
 
     def leaves() -> list[Any]:
-        state = Packed.pack(bound.init(_example_type(first.marker)))
-        return [*(_broadcast(leaf, sizes) for leaf in state.leaves), jnp.zeros(sizes, jnp.int32)]
+        with _compat.mesh_of(first.marker.in_avals):
+            state = Packed.pack(bound.init(_example_type(first.marker)))
+        return [_broadcast(leaf, front) for leaf in (*state.leaves, jnp.zeros((), jnp.int32))]
 
-    *state, count = made_in_shards(leaves, states[0], entry.shards, axes, len(sizes))
+    *state, count = made_in_shards(leaves, states[0], entry.shards, axes, len(front))
     slot = Slot(Packed(state, states[0].structure), count)
     return Folded(bound, slot, levels if alike else None, len(kept[0].batch), first.lanes, axes)
 
@@ -101,34 +101,27 @@ def _folded(fold: Fold, entry: Entry) -> Folded:
 def _initial(fold: Fold, entry: Entry) -> Packed:
     """The types of the state of a fold before the first iteration."""
     make = lambda: Packed.pack(fold.init(_example_type(entry.marker)))
-    return inside(entry.shards, lambda: jax.eval_shape(make))
+    with _compat.mesh_of(entry.marker.in_avals):
+        return inside(entry.shards, lambda: _types.result_types(make))
 
 
 def _example_type(marker: Marker) -> Any:
     """The type of what is sown, in one iteration and for one example of a batch."""
-
-    def unbatched(aval: Any, axes: tuple[int | None, ...]) -> Any:
-        type = _types.unbatched(aval, axes)
-        sharding = getattr(aval, "sharding", None)
-        if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
-            return type
-        spec = PartitionSpec(*(s for i, s in enumerate(sharding.spec) if i not in axes))
-        return type.update(sharding=NamedSharding(sharding.mesh, spec))
-
-    return marker.label.structure.unflatten(map(unbatched, marker.in_avals, marker.positions))
+    avals = map(_types.unbatched, marker.in_avals, marker.positions)
+    return marker.label.structure.unflatten(avals)
 
 
 class _Kept(NamedTuple):
     """The axes that the results of a fold have in front."""
 
     stacked: tuple[int | None, ...]  # of the loops that are not folded
-    batch: tuple[int, ...]
-    lanes: tuple[int, ...]
+    batch: tuple[Dim, ...]
+    lanes: tuple[Dim, ...]
 
 
 def _kept(entry: Entry, loops: Sequence[int | None], levels: Sequence[Level]) -> _Kept:
     stacked = tuple(n for n, level in zip(loops, levels, strict=True) if not level.folded)
-    batch = batch_sizes(entry.marker.in_avals, entry.marker.positions)
+    batch = _types.batch_dims(entry.marker.in_avals, entry.marker.positions)
     return _Kept(stacked, (*entry.lanes, *batch), entry.lanes)
 
 
@@ -136,6 +129,13 @@ def _same_types(a: Packed, b: Packed) -> bool:
     return a.structure == b.structure and _types.same_types(a.leaves, b.leaves)
 
 
-def _broadcast(leaf: Any, sizes: tuple[int, ...]) -> Any:
+def _broadcast(leaf: Any, front: Sequence[Dim]) -> Any:
+    """The state of one example for all of them, sharded as their axes are."""
     strong = _compat.like_weak(jnp.asarray(leaf), jax.ShapeDtypeStruct((), jnp.result_type(leaf)))
-    return jnp.broadcast_to(strong, (*sizes, *strong.shape))
+    value = jnp.broadcast_to(strong, (*(dim.size for dim in front), *strong.shape))
+    meshes = [dim.mesh for dim in front if dim.mesh is not None]
+    if not meshes:
+        return value
+    aval = jax.typeof(value)
+    dims = [*front, *_types.dims(aval)[len(front) :]]
+    return _compat.placed(value, _types.repartitioned(aval.sharding, meshes[0], dims))

@@ -114,7 +114,9 @@ class Shards(NamedTuple):
         if _compat.is_hi_type(aval):
             return aval.unshard(self.mesh, self.check_vma, layout.spec)
         shape = list(aval.shape)
-        inner = _types.spec_of(aval)  # of mesh axes that stay explicit inside
+        inner = [
+            dim.partition for dim in _types.dims(aval)
+        ]  # of mesh axes that stay explicit inside
         if layout.axis is not None:
             shape.insert(layout.axis, 1)
             inner.insert(layout.axis, None)

@@ -130,7 +130,8 @@ def _loops(entry: Entry) -> tuple[int | None, ...]:
 
 def _batch(entry: Entry) -> tuple[int, ...]:
     marker = entry.marker
-    return (*entry.lanes, *batch_sizes(marker.in_avals, marker.positions))
+    lanes = tuple(dim.size for dim in entry.lanes)
+    return (*lanes, *batch_sizes(marker.in_avals, marker.positions))
 
 
 def _mesh_axes(entry: Entry) -> Iterator[Axis]:

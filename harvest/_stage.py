@@ -24,6 +24,7 @@ from jax.extend.core import Jaxpr
 from . import _compat
 from ._cache import Cache, count_identities, name_of
 from ._errors import HarvestError, UnsupportedError, warn
+from ._placement import brought, is_committed
 from ._rule import ON_NEW_RULE
 from ._structure import Bound, Packed, Structure, is_held, is_traced
 from ._walk import Walk
@@ -94,6 +95,7 @@ class Transformed:
     fn: Callable[..., Any]
     _dynamic: tuple[str, ...] = ("fn",)
     _static: tuple[str, ...] = ()
+    _planted: tuple[tuple[str, str], ...] = ()  # attributes with keys, and with what is for them
 
     def __init_subclass__(cls) -> None:
         jax.tree_util.register_pytree_node(
@@ -150,7 +152,21 @@ class Transformed:
         resolved = self
         if isinstance(self.fn, Transformed):
             resolved = self._with(fn=self.fn._all_resolved(args, kwargs, trace))
+        if trace is trace_cached:
+            resolved = resolved._brought(args, kwargs)
         return resolved._resolved(args, kwargs, trace)
+
+    def _brought(self, args: Any, kwargs: Any) -> "Transformed":
+        """This, with what is planted on the devices that the program runs on."""
+        resolved = self
+        for keys, name in self._planted:
+            values = getattr(self, name)
+            if any(map(is_committed, jax.tree.leaves(values))):
+                leaves = jax.tree.leaves((self.fn, args, kwargs))
+                pairs = zip(getattr(self, keys), values, strict=True)
+                moved = tuple(brought(value, leaves, key) for key, value in pairs)
+                resolved = resolved._with(**{name: moved})
+        return resolved
 
     def _resolved(self, args: Any, kwargs: Any, trace: Callable) -> "Transformed":
         """This, with what depends on the program decided before it is flattened.

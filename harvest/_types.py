@@ -3,16 +3,17 @@
 A type is an aval: a `jax.ShapeDtypeStruct`, or a `HiType`.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
+from jax.sharding import ManualAxisType, NamedSharding
 
 from . import _compat
-from ._batching import Positions
+from ._batching import Positions, levels
 
 
 def moved(aval: Any, positions: tuple[int | None, ...]) -> Any:
@@ -22,15 +23,58 @@ def moved(aval: Any, positions: tuple[int | None, ...]) -> Any:
     axes = [axis for axis in positions if axis is not None]
     if not axes:
         return aval  # with its sharding
-    rest = [size for axis, size in enumerate(aval.shape) if axis not in axes]
-    return _with_shape(aval, (*(aval.shape[axis] for axis in axes), *rest))
+    rest = [axis for axis in range(len(aval.shape)) if axis not in axes]
+    given = dims(aval)
+    return with_dims(aval, [given[axis] for axis in (*axes, *rest)])
 
 
-def _with_shape(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    varying = _compat.varying(aval)
+class Dim(NamedTuple):
+    """An axis of a type."""
+
+    size: int
+    partition: Any = None  # the mesh axes that it is sharded over, as far as the type says
+    mesh: Any = None  # where these are
+
+
+def dims(aval: Any) -> list[Dim]:
+    """The axes of a type. (A specification that has unreduced axes cannot be iterated.)"""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None:
+        return list(map(Dim, aval.shape))
+    given, mesh = sharding.spec.partitions, sharding.mesh
+    return [
+        Dim(size) if partition is None else Dim(size, partition, mesh)
+        for size, partition in itertools.zip_longest(aval.shape, given)
+    ]
+
+
+def with_dims(aval: Any, dims: Sequence[Dim]) -> jax.ShapeDtypeStruct:
+    """The type with other axes: of the same mesh, and unreduced over the same of its axes."""
+    sharding, varying = getattr(aval, "sharding", None), _compat.varying(aval)
     # Mesh axes along which a value varies are those of its sharding.
-    sharding = NamedSharding(aval.sharding.mesh, PartitionSpec()) if varying else None
-    return array_type(shape, aval.dtype, aval.weak_type, sharding, varying)
+    says = varying or any(dim.mesh for dim in dims) or _compat.explicit_sharding(aval) is not None
+    sharding = repartitioned(sharding, sharding.mesh, dims) if sharding and says else None
+    return array_type([dim.size for dim in dims], aval.dtype, aval.weak_type, sharding, varying)
+
+
+def repartitioned(sharding: NamedSharding, mesh: Any, dims: Sequence[Dim]) -> NamedSharding:
+    return NamedSharding(mesh, sharding.spec.update(partitions=[dim.partition for dim in dims]))
+
+
+def result_types(fn: Callable[..., Any], *avals: Any) -> Any:
+    """As `jax.eval_shape`, which leaves out a sharding if some axes of its mesh are automatic."""
+    jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*avals)
+    types = [with_dims(t, dims(t)) if hasattr(t, "shape") else t for t in jaxpr.out_avals]
+    return jax.tree.unflatten(jax.tree.structure(out), types)
+
+
+def batch_dims(avals: Sequence[Any], positions: Positions) -> tuple[Dim, ...]:
+    """The axis of each `vmap` that batched any leaf, outermost first."""
+    rows = []
+    for _, axes in levels(positions):
+        batched = [(aval, a) for aval, a in zip(avals, axes, strict=True) if isinstance(a, int)]
+        rows += [dims(aval)[axis] for aval, axis in batched[:1]]
+    return tuple(rows)
 
 
 def array_type(
@@ -55,13 +99,6 @@ def with_varying(aval: Any, axes: frozenset[str]) -> Any:
     return array_type(aval.shape, aval.dtype, aval.weak_type, sharding, axes)
 
 
-def spec_of(aval: Any) -> list[Any]:
-    """By which mesh axes each axis of an array is split, as far as its type says."""
-    sharding = getattr(aval, "sharding", None)
-    spec = () if sharding is None else tuple(sharding.spec)
-    return [*spec, *(None,) * (len(aval.shape) - len(spec))]
-
-
 def axes_to_front(leaves: Sequence[Any], positions: Positions) -> list[Any]:
     """Move the axes that `vmap` added to the front, the outermost first."""
     return [_moveaxis(leaf, axes, None) for leaf, axes in zip(leaves, positions, strict=True)]
@@ -84,7 +121,7 @@ def stacked(aval: Any, length: int) -> Any:
     """The type of `length` values of type `aval`, stacked on a new leading axis."""
     if not hasattr(aval, "shape"):
         return aval.inc_rank(length, aval.leading_axis_spec())
-    return _with_shape(aval, (length, *aval.shape))
+    return with_dims(aval, [Dim(length), *dims(aval)])
 
 
 def dropped(aval: Any, axes: int) -> Any:
@@ -93,7 +130,7 @@ def dropped(aval: Any, axes: int) -> Any:
         for _ in range(axes):
             aval = aval.dec_rank(None, aval.leading_axis_spec())
         return aval
-    return _with_shape(aval, aval.shape[axes:])
+    return with_dims(aval, dims(aval)[axes:])
 
 
 def rank(aval: Any) -> int:
@@ -126,7 +163,7 @@ def same_types(a: Any, b: Any) -> bool:
     def same(x: Any, y: Any) -> bool:
         if not hasattr(x, "shape") or not hasattr(y, "shape"):
             return x == y
-        return x.shape == y.shape and x.dtype == y.dtype
+        return x.dtype == y.dtype and dims(x) == dims(y)
 
     if jax.tree.structure(a) != jax.tree.structure(b):
         return False

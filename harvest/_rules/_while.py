@@ -8,7 +8,7 @@ can spell: such a loop runs while any lane does, and lanes that are done keep wh
 import jax.numpy as jnp
 from jax import lax
 
-from .. import _compat
+from .. import _compat, _types
 from .._dependence import varying
 from .._edit_nodes import Loop
 from .._entry import BATCHED_WHILE, PREDICATE
@@ -29,7 +29,8 @@ class While:
             spans = zip(
                 walk.spans(params.body_jaxpr), varying(params.body_jaxpr, carried)[1], strict=True
             )
-            body = [_in_lanes(e, params.lanes, varies) for span, varies in spans for e in span]
+            lanes = tuple(_types.dims(params.cond_jaxpr.out_avals[0]))
+            body = [_in_lanes(e, lanes, varies) for span, varies in spans for e in span]
         uneven = _compat.varying(params.cond_jaxpr.out_avals[0])
         body = [entry.running_unevenly(uneven).looped(None) for entry in body]
         return [*(e.block(PREDICATE) for e in predicate), *body]
