@@ -6,10 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from . import _types
+from . import _compat, _types
 from ._apply import apply_edit
 from ._differentiate import DifferentiatedSite, backward_pass, value_and_aux
-from ._edit_nodes import Loop
+from ._edit_nodes import Edit, Loop
 from ._entry import Entry
 from ._errors import GradError, UnsupportedError
 from ._experiments import Cells, Experiment, Experiments
@@ -114,9 +114,14 @@ def _estimate(experiment: Experiment, values: list[Any], grads: list[Any], zero:
     marker, lengths = entry.marker, known(entry.loops)
 
     def cell(index: Any, number: Any) -> Any:
+        edit = experiment.edit(index, number)
+        with _compat.mesh_of(marker.in_avals):
+            estimate = change(*_compat.in_this_mesh((index, edit, values, grads, zero)))
+        return _compat.in_this_mesh(estimate)
+
+    def change(index: Any, edit: Edit, values: Any, grads: Any, zero: Any) -> Any:
         here = [value[index] for value in values]
         loops = tuple(map(Loop, index, lengths))
-        edit = experiment.edit(index, number)
         before = _types.axes_from_front(here, marker.positions)
         after = apply_edit(edit, marker, before, loops, entry.describe())
         edited = _types.axes_to_front(after, marker.positions)

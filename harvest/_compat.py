@@ -23,6 +23,7 @@ import jaxtyping
 import numpy as np
 from jax import lax
 from jax.experimental import hijax
+from jax.experimental.layout import Format
 from jax.extend import source_info_util
 from jax.extend.core import (
     Jaxpr,
@@ -183,15 +184,37 @@ def explicit_sharding(aval: Any) -> NamedSharding | None:
 
 
 def mesh_of(avals: Sequence[Any]) -> AbstractContextManager[Any]:
-    """The mesh of explicitly sharded types, where the user has not set one.
+    """The mesh of types, where it is not the one that is set.
 
-    Without it, what is made of no sharded value (by `jnp.full`, say) is not sharded, and much of
-    JAX drops the sharding of a value when it makes another one.
+    None may be: then what is made of no sharded value (by `jnp.full`, say) is not sharded, and much
+    of JAX drops the sharding of a value when it makes another one. And under `auto_axes` or
+    `explicit_axes` another one is, of which values outside are not.
     """
-    meshes: list[Any] = [s.mesh for s in map(explicit_sharding, avals) if s is not None]
-    if not meshes or not jax.sharding.get_abstract_mesh().empty:
+    here = jax.sharding.get_abstract_mesh()
+    if here.empty:
+        avals = [aval for aval in avals if explicit_sharding(aval) is not None]
+    meshes = [aval.sharding.mesh for aval in avals if getattr(aval, "sharding", None) is not None]
+    there = next((mesh.abstract_mesh for mesh in meshes if not mesh.empty), here)
+    if _axes_of(there) == _axes_of(here) or here.manual_axes or there.manual_axes:
         return nullcontext()
-    return jax.sharding.use_abstract_mesh(meshes[0])
+    return jax.sharding.use_abstract_mesh(there)
+
+
+def in_this_mesh(tree: Any) -> Any:
+    """Arrays of the mesh of another context as such of this one: they stay where they are."""
+    here = jax.sharding.get_abstract_mesh()
+    if here.empty or here.manual_axes:
+        return tree
+
+    def entered(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or is_hi(leaf) or is_ref(leaf):
+            return leaf
+        sharding = jax.typeof(leaf).sharding
+        if sharding.mesh.empty or set(sharding.mesh.axis_names) != set(here.axis_names):
+            return leaf
+        return placed(leaf, NamedSharding(here, sharding.spec))
+
+    return jax.tree.map(entered, tree)
 
 
 def zeros(aval: Any) -> jax.Array:
@@ -420,24 +443,35 @@ class JitParams(NamedTuple):
     jaxpr: Jaxpr
     name: str
     options: dict[str, Any]  # for `jax.jit`, but for shardings
-    in_shardings: tuple[Any, ...]  # one for each input, None if not given
+    in_shardings: tuple[Any, ...]  # or `Format`s, one for each input, None if not given
     out_shardings: tuple[Any, ...]
 
 
 def jit_params(eqn: JaxprEqn) -> JitParams:
-    """Shardings that were not given are of a private type, hence the test by name."""
+    """Shardings that were not given are of a private type, hence the test by name.
+
+    The parts of a `Format` are apart: its layout is None where none was given.
+    """
     params = eqn.params
 
-    def given(shardings: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(None if type(s).__name__ == "UnspecifiedValue" else s for s in shardings)
+    def given(where: str) -> tuple[Any, ...]:
+        pairs = zip(params[f"{where}_layouts"], params[f"{where}_shardings"], strict=True)
+        return tuple(
+            None
+            if type(sharding).__name__ == "UnspecifiedValue"
+            else sharding
+            if layout is None
+            else Format(layout, sharding)
+            for layout, sharding in pairs
+        )
 
     options = {"keep_unused": params["keep_unused"], "inline": params["inline"]}
     return JitParams(
         params["jaxpr"],
         params["name"],
         options,
-        given(params["in_shardings"]),
-        given(params["out_shardings"]),
+        given("in"),
+        given("out"),
     )
 
 

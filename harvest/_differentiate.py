@@ -108,6 +108,10 @@ class DifferentiatedSite(NamedTuple):
 
     def result(self, ct: Any, branch: Any) -> Any:
         """The gradient, from the cotangent of `eps`."""
+        with _compat.mesh_of(self.entry.marker.in_avals):
+            return self._result(*_compat.in_this_mesh((ct, branch)))
+
+    def _result(self, ct: Any, branch: Any) -> Any:
         if isinstance(ct, Packed):
             reduced, there_is = ct.unflatten()
             return _where_there_is(reduced, there_is, self.entry, self.reducer)
@@ -140,7 +144,8 @@ def _reduced_zeros(entry: Entry, reducer: Any) -> Packed | None:
     ]
     fn = reducing(reducer, marker.label.structure, marker.positions)
     try:
-        packed = _types.result_types(fn, avals)
+        with _compat.mesh_of(marker.in_avals):
+            packed = _types.result_types(fn, avals)
     except Exception as error:
         error.add_note(f"harvest: raised by the reducer of {entry.describe()}")
         raise

@@ -144,6 +144,7 @@ class Forks(NamedTuple):
                     return carry, _set(ys, i, new)
 
                 with self.context(step.eqn), _compat.locating_nans(step.eqn):
+                    start = _compat.in_this_mesh(index[0])
                     carry, new = iterate(_at(carries, start), _at(xs, start), start, actions)
                     state = (carry, _set(ys, start, new))
                     carry, edited = lax.fori_loop(start + 1, params.length, following, state)

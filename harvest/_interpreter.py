@@ -152,10 +152,11 @@ class Replay:
                 invals = list(map(_compat.as_array, invals, marker.in_avals))
                 ((action, entry),) = zip(inside.actions, inside.entries, strict=True)
                 where = entry.describe()
+                action, loops = _compat.in_this_mesh((action, inside.loops))
                 if isinstance(action, Reading):
-                    return Result([], [action.read(marker, invals, inside.loops, where)])
+                    return Result([], [action.read(marker, invals, loops, where)])
                 assert action is not None
-                edited = apply_edit(action, marker, invals, loops=inside.loops, where=where)
+                edited = apply_edit(action, marker, invals, loops=loops, where=where)
                 return Result(_retagged(eqn, edited), [])
             assert rule is not None, "a site that cannot be opened was planned for"
             return Result(*rule.rebuild(eqn, invals, inside))

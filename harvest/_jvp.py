@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from . import _compat
 from ._checks import check_mode
 from ._edit_nodes import split_arrays
 from ._entry import CondSum
@@ -128,7 +129,7 @@ class Jvp(Transformed):
             return pack(program.result(outs)), [pack(value) for _, value in pairs]
 
         keys: list[str] = []
-        zeros = jax.tree.map(jnp.zeros_like, arrays)
+        zeros = jax.tree.map(_zeros_like, arrays)
         (out, values), (out_tangent, tangents) = jax.jvp(pushed, (zeros,), (arrays,))
         by_key = [
             (key, _with_index(value.unflatten(), _tangent(tangent)))
@@ -136,6 +137,11 @@ class Jvp(Transformed):
         ]
         warnings = (*pushes.warnings, *reads.warnings)
         return (out.unflatten(), _tangent(out_tangent), by_key), warnings
+
+
+def _zeros_like(array: Any) -> Any:
+    with _compat.mesh_of([jax.typeof(array)]):
+        return jnp.zeros_like(array)
 
 
 def _pushes(tangent: Any, mode: Mode) -> Any:

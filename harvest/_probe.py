@@ -74,7 +74,8 @@ class ReducedProbe(Edit):
 
         def bwd(arrays, cts):
             cts = [ct if jnp.issubdtype(ct.dtype, jnp.inexact) else None for ct in cts]
-            reduced = reducing(eqx.combine(arrays, static), structure, positions)(cts)
+            with _compat.mesh_of([jax.typeof(leaf) for leaf in leaves]):
+                reduced = reducing(eqx.combine(arrays, static), structure, positions)(cts)
             return cts, reduced, None
 
         identity.defvjp(fwd, bwd)

@@ -1,6 +1,7 @@
 """What a `select` may map to: checked, and made into how an entry is read."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -88,10 +89,14 @@ def _folded(fold: Fold, entry: Entry) -> Folded:
     everywhere = frozenset().union(*differing)
     axes = tuple(everywhere if v else v for v in differing)
 
+    outside = jnp.zeros((), jnp.int32)
+
     def leaves() -> list[Any]:
         with _compat.mesh_of(first.marker.in_avals):
             state = Packed.pack(bound.init(_example_type(first.marker)))
-        return [_broadcast(leaf, front) for leaf in (*state.leaves, jnp.zeros((), jnp.int32))]
+            state = _sharded(state, bound, first, folded)
+            count = _compat.in_this_mesh(outside)
+            return [_broadcast(leaf, front) for leaf in (*state.leaves, count)]
 
     *state, count = made_in_shards(leaves, states[0], entry.shards, axes, len(front))
     slot = Slot(Packed(state, states[0].structure), count)
@@ -103,6 +108,29 @@ def _initial(fold: Fold, entry: Entry) -> Packed:
     make = lambda: Packed.pack(fold.init(_example_type(entry.marker)))
     with _compat.mesh_of(entry.marker.in_avals):
         return inside(entry.shards, lambda: _types.result_types(make))
+
+
+def _sharded(state: Packed, fold: Fold, entry: Entry, folded: int) -> Packed:
+    """The initial state, sharded as that after an update: `jnp.zeros` of the user's is not."""
+    marker = entry.marker
+    if entry.shards or not any(map(_compat.explicit_sharding, marker.in_avals)):
+        return state
+
+    def updated(leaves: list[Any], value: list[Any], index: Any) -> list[Any]:
+        before = Packed(leaves, state.structure).unflatten()
+        after = fold.update(before, marker.label.structure.unflatten(value), index)
+        return Packed.pack(after).leaves
+
+    value = list(map(_types.unbatched, marker.in_avals, marker.positions))
+    index = (jax.ShapeDtypeStruct((), jnp.int32),) * folded
+    types = _types.result_types(updated, list(map(jax.typeof, state.leaves)), value, index)
+    leaves = [
+        _compat.placed(leaf, getattr(type, "sharding", None))
+        if jnp.shape(leaf) == getattr(type, "shape", None)
+        else leaf
+        for leaf, type in itertools.zip_longest(state.leaves, types)
+    ]
+    return Packed(leaves, state.structure)
 
 
 def _example_type(marker: Marker) -> Any:
