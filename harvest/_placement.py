@@ -13,6 +13,7 @@ import numpy as np
 
 from . import _types
 from ._errors import PlantError
+from ._structure import Number
 
 
 def brought(value: Any, leaves: Sequence[Any], key: Any) -> Any:
@@ -33,7 +34,8 @@ def brought(value: Any, leaves: Sequence[Any], key: Any) -> Any:
             "`jax.device_put`"
         )
 
-    return jax.tree_util.tree_map_with_path(bring, value)
+    is_number = lambda node: isinstance(node, Number)
+    return jax.tree_util.tree_map_with_path(bring, value, is_leaf=is_number)
 
 
 def is_committed(leaf: Any) -> bool:

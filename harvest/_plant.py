@@ -1,12 +1,10 @@
 """Replacing and editing: `plant`."""
 
 import copy
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ._checks import check_mode
 from ._edit_nodes import Edit
@@ -18,6 +16,7 @@ from ._plan import resolve_keys
 from ._plan_plants import plan_plants
 from ._select import check_select, is_static
 from ._stage import Transformed, trace_afresh
+from ._structure import Number
 
 
 def plant(
@@ -31,7 +30,6 @@ def plant(
 
         ```python
         import harvest
-        import jax.numpy as jnp
 
         def f(x):
             h = harvest.sow(jnp.sin(x), name="h")
@@ -79,28 +77,13 @@ def plant(
     return Plant(fn, plants, mode)
 
 
-@jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass
-class _Number:
-    """A planted Python number: traced, so that a new one does not retrace."""
-
-    value: Any
-
-    def tree_flatten(self):
-        return (jnp.asarray(self.value),), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
-
-
 _NUMBERS = (int, float, complex)
 
 
 def _with_numbers(plant: Any) -> Any:
     if isinstance(plant, Edit) or callable(plant):
         return plant
-    return jax.tree.map(lambda leaf: _Number(leaf) if type(leaf) in _NUMBERS else leaf, plant)
+    return jax.tree.map(lambda leaf: Number(leaf) if type(leaf) in _NUMBERS else leaf, plant)
 
 
 def _without_numbers(plant: Any) -> Any:
@@ -110,7 +93,7 @@ def _without_numbers(plant: Any) -> Any:
 
 
 def _is_number(node: Any) -> bool:
-    return isinstance(node, _Number)
+    return isinstance(node, Number)
 
 
 def _nodes(values: Any) -> list[Any]:

@@ -114,9 +114,8 @@ class Shards(NamedTuple):
         if _compat.is_hi_type(aval):
             return aval.unshard(self.mesh, self.check_vma, layout.spec)
         shape = list(aval.shape)
-        inner = [
-            dim.partition for dim in _types.dims(aval)
-        ]  # of mesh axes that stay explicit inside
+        # By mesh axes that stay explicit inside.
+        inner = [dim.partition for dim in _types.dims(aval)]
         if layout.axis is not None:
             shape.insert(layout.axis, 1)
             inner.insert(layout.axis, None)

@@ -1,10 +1,12 @@
 """Pytrees as dynamic leaves and a hashable rest."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from . import _compat
@@ -158,6 +160,21 @@ class Bound:
 
     def tree_flatten(self):
         return (self.func, self.args, self.keywords), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Number:
+    """A planted Python number: traced, so that a new one does not retrace."""
+
+    value: Any
+
+    def tree_flatten(self):
+        return (jnp.asarray(self.value),), None
 
     @classmethod
     def tree_unflatten(cls, _, children):
