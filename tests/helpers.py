@@ -8,8 +8,10 @@ iteration (an int or a tuple), or None outside of any loop.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 from jax.experimental.compute_on import compute_on
 from jax.experimental.xla_metadata import xla_metadata_call
@@ -188,3 +190,17 @@ PROGRAMS = {
     **{fn.__name__: Program(fn, (LENGTH,), _steps) for fn in _IN_A_LOOP},
     "scan_of_scan": Program(scan_of_scan, (LENGTH, 2), _nested_steps),
 }
+
+
+def _equinox_differentiates() -> bool:
+    try:
+        jax.eval_shape(lambda x: jax.jvp(eqxi.noinline(jnp.sin), (x,), (x,)), jnp.ones(2))
+    except AttributeError:  # of `jax.core`
+        return False
+    return True
+
+
+# The oldest Equinox that we support cannot differentiate its own primitives on JAX 0.12.
+equinox_differentiates = pytest.mark.skipif(
+    not _equinox_differentiates(), reason="this Equinox is older than what this JAX removed"
+)

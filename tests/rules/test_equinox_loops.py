@@ -8,6 +8,7 @@ import pytest
 
 import harvest
 from harvest import CondSum, UnsupportedError, add, at, capture, folds, plant, reap, sites, sow
+from tests.helpers import equinox_differentiates
 
 X = jnp.array([0.5, 1.0])
 KINDS = ["lax", "checkpointed", "bounded"]
@@ -121,6 +122,7 @@ def test_the_gradient_of_a_bounded_loop():
     close(grads.branches[1][:3], jax.grad(at_sites)(jnp.zeros((3, 2))))
 
 
+@equinox_differentiates
 def test_the_gradient_of_a_checkpointed_loop():
     loss = lambda x: jnp.sum(steps(x, kind="checkpointed"))
     out, values = by_hand(X)
@@ -139,6 +141,7 @@ def test_the_gradient_of_a_checkpointed_loop():
         jax.grad(plant(loss, {"h": jnp.square}))(X)  # a planted body is inlined
 
 
+@equinox_differentiates
 @kinds
 def test_a_scan_of_equinox(kind):
     def f(x):

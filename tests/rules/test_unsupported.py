@@ -16,6 +16,7 @@ from jax.experimental.hijax import HiPrim
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from harvest import UnsupportedError, add, capture, plant, reap, sites, sow
+from tests.helpers import equinox_differentiates
 
 
 def inside(x):
@@ -189,6 +190,7 @@ def test_the_message_says_what_to_do():
         reap(in_pallas_call)(X)
 
 
+@equinox_differentiates
 @pytest.mark.parametrize("transform", [jax.vmap, lambda f: lambda x: jax.jvp(f, (x,), (x,))])
 def test_a_noinline_is_looked_into_under_transforms(transform):
     message = rf"'inside' \(sown at .*{re.escape(LINE)}\) is inside `noinline`"
