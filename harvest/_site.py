@@ -1,7 +1,6 @@
 """What a program sows: `Site`, and the table of them."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, overload
@@ -12,6 +11,7 @@ from . import _types
 from ._batching import batch_sizes
 from ._entry import Entry
 from ._errors import UnknownSiteError, nearest
+from ._footprint import is_split, nbytes_of, nbytes_per_device, sharding_of
 
 
 class Axis(NamedTuple):
@@ -69,6 +69,11 @@ class Site:
     - `branch`: the branches of the innermost `cond` around it that have it; `None` outside.
     - `source`: the file and line of the `sow`.
     - `nbytes`: the size of the collected value, in bytes; in a `while_loop`, of one iteration.
+    - `sharding`: the `NamedSharding` of the collected value (on an abstract mesh), where its type
+        says it: under explicit axes of a mesh, and out of a `shard_map`. None where it does not; a
+        pytree like the value if that is one.
+    - `nbytes_per_device`: how many of the bytes are on each device. Automatic axes of a mesh are
+        not taken into account: how the compiler shards a value over them is not known.
     """
 
     key: str
@@ -81,6 +86,8 @@ class Site:
     branch: tuple[int, ...] | None
     source: str
     nbytes: int
+    sharding: Any
+    nbytes_per_device: int
 
     @property
     def spec(self) -> str:
@@ -116,7 +123,9 @@ def site_of(entry: Entry, occurrence: int) -> Site:
         ),
         branch=_branch(entry),
         source=entry.source,
-        nbytes=sum(map(_nbytes, jax.tree.leaves(entry.type))),
+        nbytes=sum(map(nbytes_of, jax.tree.leaves(entry.type))),
+        sharding=sharding_of(entry),
+        nbytes_per_device=sum(map(nbytes_per_device, jax.tree.leaves(entry.type))),
     )
 
 
@@ -149,12 +158,6 @@ def _branch(entry: Entry) -> tuple[int, ...] | None:
     if len(present) == 1 and present[0][1].branches is not None:
         return _branch(present[0][1])
     return tuple(number for number, _ in present)
-
-
-def _nbytes(aval: Any) -> int:
-    if not hasattr(aval, "shape"):
-        return sum(map(_nbytes, aval.lo_ty()))
-    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 class Sites(Sequence[Site]):
@@ -203,16 +206,32 @@ class Sites(Sequence[Site]):
         """The size of all collected values together, in bytes."""
         return sum(site.nbytes for site in self._sites)
 
+    @property
+    def nbytes_per_device(self) -> int:
+        """How many of these bytes are on each device, as far as the types say."""
+        return sum(site.nbytes_per_device for site in self._sites)
+
     def __repr__(self) -> str:
-        header = ("key", "kind", "type", "axes", "size", "source")
-        rows = [header, *map(_row, self._sites)]
+        rows = [_HEADER, *map(_row, self._sites)]
+        split = any(map(is_split, jax.tree.leaves([site.sharding for site in self._sites])))
+        if not split:
+            rows = [
+                [cell for cell, name in zip(row, _HEADER, strict=True) if name not in _SHARDED]
+                for row in rows
+            ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
         total = f"{len(self)} site{'' if len(self) == 1 else 's'}, {_human(self.nbytes)}"
+        if split:
+            total += f", {_human(self.nbytes_per_device)} on each device"
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], total])
+
+
+_HEADER = ("key", "kind", "type", "axes", "size", "sharding", "per device", "source")
+_SHARDED = ("sharding", "per device")  # shown if any site is sharded
 
 
 def _row(site: Site) -> tuple[str, ...]:
@@ -221,7 +240,10 @@ def _row(site: Site) -> tuple[str, ...]:
         axes = f"{axes} branch:{','.join(map(str, site.branch))}".strip()
     source = os.path.relpath(site.source) if os.path.isabs(site.source) else site.source
     source = min(source, site.source, key=len)
-    return (site.key, site.kind, site.spec, axes, _human(site.nbytes), source)
+    specs = " ".join(str(sharding.spec) for sharding in jax.tree.leaves(site.sharding))
+    on_each = _human(site.nbytes_per_device)
+    size = _human(site.nbytes)
+    return (site.key, site.kind, site.spec, axes, size, specs, on_each, source)
 
 
 def _human(nbytes: Any) -> str:
