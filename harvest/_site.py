@@ -12,6 +12,7 @@ from ._batching import batch_sizes
 from ._entry import Entry
 from ._errors import UnknownSiteError, nearest
 from ._footprint import is_split, nbytes_of, nbytes_per_device, sharding_of
+from ._structure import HOLE
 
 
 class Axis(NamedTuple):
@@ -74,6 +75,7 @@ class Site:
         pytree like the value if that is one.
     - `nbytes_per_device`: how many of the bytes are on each device. Automatic axes of a mesh are
         not taken into account: how the compiler shards a value over them is not known.
+    - `spec`: the type of the collected value, as `f32[12,128]`.
     """
 
     key: str
@@ -88,18 +90,7 @@ class Site:
     nbytes: int
     sharding: Any
     nbytes_per_device: int
-
-    @property
-    def spec(self) -> str:
-        """The type of the collected value, as `f32[12,128]`."""
-        sizes = tuple(axis.size for axis in self.axes if axis.size is not None)
-        leaves = jax.tree.leaves(self.aval)
-        return " ".join(
-            _types.short(jax.ShapeDtypeStruct((*sizes, *leaf.shape), leaf.dtype))
-            if isinstance(leaf, jax.ShapeDtypeStruct)
-            else str(leaf)
-            for leaf in leaves
-        )
+    spec: str
 
 
 def site_of(entry: Entry, occurrence: int) -> Site:
@@ -109,6 +100,11 @@ def site_of(entry: Entry, occurrence: int) -> Site:
         _types.unbatched(aval, axes)
         for aval, axes in zip(marker.in_avals, marker.positions, strict=True)
     ]
+    axes = (
+        *(Axis("loop", length) for length in _loops(entry)),
+        *(Axis("batch", size) for size in _batch(entry)),
+        *_mesh_axes(entry),
+    )
     return Site(
         key=entry.key,
         name=label.name,
@@ -116,17 +112,32 @@ def site_of(entry: Entry, occurrence: int) -> Site:
         occurrence=occurrence,
         kind=label.kind,
         aval=label.structure.unflatten(avals),
-        axes=(
-            *(Axis("loop", length) for length in _loops(entry)),
-            *(Axis("batch", size) for size in _batch(entry)),
-            *_mesh_axes(entry),
-        ),
+        axes=axes,
         branch=_branch(entry),
         source=entry.source,
         nbytes=sum(map(nbytes_of, jax.tree.leaves(entry.type))),
         sharding=sharding_of(entry),
         nbytes_per_device=sum(map(nbytes_per_device, jax.tree.leaves(entry.type))),
+        spec=" ".join(_specs(entry, avals, axes)),
     )
+
+
+def _specs(entry: Entry, avals: Sequence[Any], axes: Sequence[Axis]) -> Iterator[str]:
+    """The type of each leaf of the collected value."""
+    sizes = tuple(axis.size for axis in axes if axis.size is not None)
+    types = [_in_front(sizes, aval) for aval in avals]
+    if entry.crossed and not entry.summed:  # where leaves have axes of their own
+        types = entry.type
+    arrays = iter(types)
+    for static in entry.marker.label.structure.statics:
+        leaf = next(arrays) if static is HOLE else static
+        yield _types.short(leaf) if hasattr(leaf, "shape") else str(leaf)
+
+
+def _in_front(sizes: tuple[int, ...], aval: Any) -> Any:
+    if not hasattr(aval, "shape"):
+        return aval
+    return jax.ShapeDtypeStruct((*sizes, *aval.shape), aval.dtype)
 
 
 def _loops(entry: Entry) -> tuple[int | None, ...]:
