@@ -16,8 +16,11 @@ Row = tuple[int, Entry, Site]  # with its position among the entries of the prog
 def numbered(entries: Sequence[Entry], readable: bool) -> Iterator[Row]:
     """The entries that can be read (or planted): position, entry and site, in call order."""
     seen: collections.Counter[str] = collections.Counter()
+    first = {id(entry.prim) for entry in entries if not entry.again}
     for position, entry in enumerate(entries):
-        if entry.readable if readable else entry.plantable:
+        # Where `jax.checkpoint` evaluates a `HiPrim` again, it does not sow again.
+        repeats = entry.again and entry.prim is not None and id(entry.prim) in first
+        if not (readable and repeats) and (entry.readable if readable else entry.plantable):
             yield position, entry, site_of(entry, seen[entry.key])
             seen[entry.key] += 1
 

@@ -49,12 +49,18 @@ with jax.ensure_compile_time_eval():
     _EVAL_STATE = get_opaque_trace_state(convention="harvest")
 
 
+HI_PRIM = "call_hi_primitive"  # the primitive that applies a `HiPrim`
+
 # Whether a transform of harvest is tracing, that will see what is sown.
 WATCHED = jax.make_user_context(False)
 
 # Whether `plant` is tracing. A context of JAX's, so that what JAX caches while it is set is told
 # apart from what it caches otherwise.
 PLANTING = jax.make_user_context(False)
+
+
+# Where a `sow` would not be noticed, or None.
+UNSEEN = jax.make_user_context(None)
 
 
 def tracing() -> bool:
@@ -258,6 +264,14 @@ def scope_of(eqn: JaxprEqn) -> tuple[UserScope, ...]:
     return joined_scopes((), tuple(e.name for e in stack if isinstance(e.name, UserScope)))
 
 
+def is_recomputed(eqn: JaxprEqn) -> bool:
+    """Whether `jax.checkpoint` evaluates an equation again in a backward pass.
+
+    JAX says so in the name stack, in both implementations of `checkpoint`.
+    """
+    return any(e.name == "rematted_computation" for e in eqn.source_info.name_stack.stack)
+
+
 def joined_scopes(
     outer: tuple[UserScope, ...], inner: tuple[UserScope, ...]
 ) -> tuple[UserScope, ...]:
@@ -348,9 +362,11 @@ def checks_operations() -> bool:
 
 
 def hi_prim(eqn: JaxprEqn) -> Any:
-    """The `HiPrim` that an equation applies, or None."""
-    prim = eqn.params.get("_prim")
-    return prim if isinstance(prim, hijax.HiPrim) else None
+    """The `HiPrim` that an equation applies, or None.
+
+    JAX has another primitive with that parameter, which applies the transpose of one.
+    """
+    return eqn.params["_prim"] if eqn.primitive.name == HI_PRIM else None
 
 
 def primitive_name(eqn: JaxprEqn) -> str:
@@ -360,7 +376,10 @@ def primitive_name(eqn: JaxprEqn) -> str:
 
 
 def jaxprs_in(params: Any) -> Iterator[Jaxpr]:
-    """Every jaxpr among parameters, in tuples, mappings, `Traced` objects and `HiPrim`s too."""
+    """Every jaxpr among parameters, in tuples, mappings and `Traced` objects too.
+
+    Not those of a `HiPrim` (see `Walk.expansion`): the equation may only apply its transpose.
+    """
     if isinstance(params, Jaxpr):
         yield params
     elif isinstance(params, dict):
@@ -369,9 +388,6 @@ def jaxprs_in(params: Any) -> Iterator[Jaxpr]:
     elif isinstance(params, list | tuple):
         for value in params:
             yield from jaxprs_in(value)
-    elif isinstance(params, hijax.HiPrim):
-        inner = list(jaxprs_in(params.params))
-        yield from inner or _expansion(params)
     elif isinstance(getattr(params, "jaxpr", None), Jaxpr):
         yield params.jaxpr
 
@@ -404,20 +420,61 @@ def _not_inlined(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     yield jaxpr
 
 
-def _expansion(prim: hijax.HiPrim) -> Iterator[Jaxpr]:
-    """What a user's `HiPrim` expands to; nothing if that cannot be traced here."""
-    try:
-        leaves = [_shaped(aval) for aval in prim.in_avals_flat]
-        args = jax.tree.unflatten(prim.in_tree, leaves)
-        with PLANTING(True):  # for both kinds of markers
-            jaxpr = jax.make_jaxpr(prim.expand)(*args).jaxpr
-    except Exception:
-        return
-    yield jaxpr
-
-
 def _shaped(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype) if hasattr(aval, "dtype") else aval
+
+
+def is_harmless(prim: hijax.HiPrim) -> bool:
+    """Whether a `HiPrim` is one of JAX's or ours that runs nobody else's function."""
+    owner = type(prim).__module__.partition(".")[0]
+    runs = any(map(callable, jax.tree.leaves(prim.params))) or any(jaxprs_in(prim.params))
+    return owner in ("jax", "harvest") and not runs
+
+
+def in_axes_of(eqn: JaxprEqn, fn: Callable[[], Any]) -> Any:
+    """`fn()`, with the mesh axes that are manual inside of an equation; only `shard_map` has any.
+
+    Which names they have, and how JAX tracks what varies over them, has no other public spelling
+    than a `shard_map`.
+    """
+    if eqn.primitive.name != "shard_map":
+        return fn()
+    results = []
+    around = jax.shard_map(
+        lambda: results.append(fn()) or (),
+        mesh=eqn.params["mesh"],
+        in_specs=(),
+        out_specs=(),
+        axis_names=eqn.params["newly_manual_axes"],
+        check_vma=eqn.params["check_vma"],
+    )
+    with eqn.ctx.manager:
+        jax.eval_shape(around)
+    return results[0]
+
+
+def positional_effects(jaxpr: Jaxpr) -> frozenset[Any]:
+    """The effects of a jaxpr as those of a `HiPrim`: on inputs by position, not by variable."""
+    position = {v: i for i, v in enumerate(jaxpr.invars)}
+    effects: set[Any] = set(jaxpr.effects)
+    on_inputs = {e for e in effects if hasattr(e, "input")}
+    moved = {e.replace(position[e.input]) for e in on_inputs if e.input in position}
+    return frozenset(effects - on_inputs | moved)
+
+
+def without_structured_residual(pullback: Any) -> tuple[Any, Any]:
+    """What `jax.vjp` returns for one equation, and the structured residual of its rule (or None).
+
+    Each rule that has any adds an item to a list, which users may look into.
+    """
+    if not pullback.structured_residuals:
+        return pullback, None
+    (residual,) = pullback.structured_residuals
+    return pullback.replace(structured_residuals=[]), residual
+
+
+def with_structured_residual(pullback: Any, residual: Any) -> Any:
+    return pullback.replace(structured_residuals=[residual])
 
 
 # -------------------------------------------------------------- parameters of primitives
@@ -535,33 +592,25 @@ def shard_map_params(eqn: JaxprEqn) -> ShardMapParams:
     )
 
 
-def called_jaxpr(eqn: JaxprEqn) -> Jaxpr:
-    """The body of a custom rule's call, of `eval_jaxpr` or of `composite`."""
-    return eqn.params["call" if primitive_name(eqn) == "custom_vmap_call" else "call_jaxpr"]
+def batches_as_written(eqn: JaxprEqn) -> bool:
+    """Whether `vmap` maps the body of an equation, and not a rule that the user has written.
 
-
-def custom_vmap_rule(
-    eqn: JaxprEqn,
-) -> Callable[[int, Sequence[bool], Sequence[Any]], tuple[list[Any], list[bool]]]:
-    """The user's rule of a `custom_vmap_call`, on lists of inputs and outputs.
-
-    It takes the size of the batch, which inputs are batched, and the inputs, whose batch axes are
-    in front; it returns the outputs, and which of them are batched. Calling it is the only way to
-    know the latter.
+    JAX makes `HiPrim`s of custom derivatives as well, with `jax_custom_jvp3`, `jax_custom_vjp3` or
+    `generic_batching=True`.
     """
-    p = eqn.params
+    prim = hi_prim(eqn)
+    if prim is None:
+        return primitive_name(eqn) != "custom_vmap_call"
+    return getattr(prim, "batches", type(prim).__module__.startswith("jax."))
 
-    def rule(
-        size: int, batched: Sequence[bool], args: Sequence[Any]
-    ) -> tuple[list[Any], list[bool]]:
-        flags, inputs = (jax.tree.unflatten(p["in_tree"], flat) for flat in (batched, args))
-        out, out_batched = p["rule"](size, list(flags), *inputs)
-        if not jax.tree.structure(out) == jax.tree.structure(out_batched) == p["out_tree"]:
-            axes = [0 if b else None for b in batched]
-            jax.vmap(lambda *args: bind(eqn, args), axes)(*args)  # raises JAX's own error
-        return jax.tree.leaves(out), jax.tree.leaves(out_batched)
 
-    return rule
+def called_jaxpr(eqn: JaxprEqn) -> Jaxpr:
+    """The body of a custom rule's call, of `eval_jaxpr`, of `composite` or of `remat_opt`.
+
+    The last is the forward rule of a `custom_vjp` with `optimize_remat=True`.
+    """
+    names = {"custom_vmap_call": "call", "remat_opt": "fwd_jaxpr"}
+    return eqn.params[names.get(eqn.primitive.name, "call_jaxpr")]
 
 
 class MetadataParams(NamedTuple):

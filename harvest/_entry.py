@@ -81,6 +81,8 @@ class Entry:
     # The `shard_map`s around it, outermost first, each with its layouts: a tree like `type`.
     crossed: tuple[tuple[Shards, Any], ...] = ()
     uneven: frozenset[str] = frozenset()  # mesh axes along which not all shards run it
+    prim: Any = None  # the `HiPrim` of a user's in whose expansion it is, the outermost
+    again: bool = False  # in what `jax.checkpoint` evaluates again in a backward pass
 
     @staticmethod
     def of(marker: Mark | Tag, scope: tuple[UserScope, ...], feeds: bool) -> "Entry":

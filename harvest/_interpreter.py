@@ -11,7 +11,7 @@ from ._apply import apply_edit
 from ._edit_nodes import Edit, Loop
 from ._entry import Entry
 from ._errors import UnsupportedError
-from ._markers import Mark, SowEffect, Tag, is_side_effect
+from ._markers import Mark, Tag, is_side_effect
 from ._reading import Folded, Reading
 from ._rule import Rule, rule_for
 from ._walk import Walk
@@ -127,7 +127,8 @@ class Replay:
         opened = any(inside.actions)
         if rule is not None and not opened:
             # Also to leave out the effects inside, or to see where a NaN is made.
-            opened = _compat.checks_operations() or (not self.effects and bool(eqn.effects))
+            hides = not self.effects and bool(eqn.effects or inside.entries)
+            opened = _compat.checks_operations() or hides or self.walk.why_unseen(eqn) is not None
         with _compat.locating_nans(eqn):
             if not opened:
                 return Result(self.bind(eqn, invals), [])
@@ -174,19 +175,21 @@ class Replay:
             here = actions[end - len(span) : end]
             end -= len(span)
             used = tuple(everything or v in needed for v in eqn.outvars)
-            kept = self._is_kept(eqn)
+            kept = self._is_kept(eqn, span)
             if everything or any(used) or any(here) or kept:
                 needed.update(v for v in eqn.invars if isinstance(v, Var))
                 steps.append(Step(eqn, span, end, here, used))
         return steps[::-1]
 
-    def _is_kept(self, eqn: JaxprEqn) -> bool:
+    def _is_kept(self, eqn: JaxprEqn, span: Sequence[Entry]) -> bool:
         """Whether an equation is evaluated even if nobody needs its results."""
         if not self.effects:
             # A second evaluation makes references of its own, and has to write to them.
             return _compat.uses_refs(eqn)
-        sown = self.marks and any(isinstance(e, SowEffect) for e in eqn.effects)
-        return sown or any(map(is_side_effect, eqn.effects))
+        if any(map(is_side_effect, eqn.effects)) or self.walk.why_unseen(eqn) is not None:
+            return True
+        # A `HiPrim` of a user's has no effect that would tell of the sows in it.
+        return self.marks and any(entry.readable for entry in span)
 
 
 def _retagged(eqn: JaxprEqn, leaves: list[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 from jax.experimental.hijax import GradAccum, HiPrim, Zero, instantiate_zeros
 
-from . import _compat
+from . import _compat, _types
 from ._errors import warn
 from ._structure import Structure
 
@@ -191,7 +191,9 @@ class Perturb(Marker):
         _accumulate(cts, accums)
         if not self.label.log:
             return None
-        return {self.label.name: self.label.structure.unflatten(cts)}
+        # As JAX's rules log under `vmap`, and as it is collected.
+        logged = _types.axes_to_front(cts, self.positions)
+        return {self.label.name: self.label.structure.unflatten(logged)}
 
 
 class PerturbTangent(Perturb):

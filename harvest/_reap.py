@@ -7,6 +7,8 @@ import jax
 
 from . import _compat
 from ._checks import check_mode
+from ._errors import warn
+from ._expansion import why_unseen
 from ._fit import Mode
 from ._interpreter import Replay
 from ._plan import Plan, plan_reads, resolve, sites_of
@@ -214,7 +216,11 @@ class SitesOf(Transformed):
     def __call__(self, *args, **kwargs):
         trace = trace_afresh if _compat.tracing() else trace_cached
         program = trace("sites", self.fn, args, kwargs, is_dynamic=_is_typed)
-        return sites_of(program.walk.entries(program.jaxpr))
+        table = sites_of(program.walk.entries(program.jaxpr))
+        for eqn, error in program.walk.unseen:
+            reason = why_unseen(_compat.hi_prim(eqn), error)
+            warn(f"the table does not have what is sown inside {reason}")
+        return table
 
 
 def _is_typed(leaf: Any) -> bool:

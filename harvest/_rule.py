@@ -103,4 +103,4 @@ def register_rule(*primitives: str) -> Callable[[type[Rule]], type[Rule]]:
 
 
 def rule_for(eqn: JaxprEqn) -> Rule | None:
-    return _RULES.get(_compat.primitive_name(eqn))
+    return _RULES.get(_compat.primitive_name(eqn)) or _RULES.get(eqn.primitive.name)

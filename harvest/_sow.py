@@ -76,6 +76,11 @@ def sow(value: Any, *, name: str, spec: Any = None) -> Any:
                 f"`sow(..., name={name!r})` got a mutable `Ref` of type {jax.typeof(leaf)}"
                 f"{_at(path)}; a `Ref` has no value of its own: sow what it holds, `ref[...]`."
             )
+    if _compat.UNSEEN.value is not None:
+        raise UnsupportedError(
+            f"the site {name!r} (sown at {_compat.caller()}) is inside {_compat.UNSEEN.value}, so "
+            "that it cannot be collected or planted: sow its inputs or outputs instead"
+        )
     if not _compat.tracing():
         return value  # nobody can be listening
     _check_place(name, "sow")

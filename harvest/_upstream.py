@@ -210,7 +210,7 @@ class Upstream:
 
     def _inside(self, eqn: JaxprEqn, ids: Sequence[int]) -> Iterator[tuple[Jaxpr, Sequence[int]]]:
         """The jaxprs of an equation, with the positions of their sites in the program."""
-        jaxprs = list(_compat.jaxprs_in(eqn.params))
+        jaxprs = self._walk.jaxprs(eqn)
         entries = list(map(self._walk.entries, jaxprs))
         if sum(map(len, entries)) == len(ids):  # one after the other
             rest = iter(ids)

@@ -1,11 +1,14 @@
 """The static walk over a jaxpr: which sites it holds, before anything runs."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from . import _compat
 from ._entry import Entry
+from ._errors import HarvestError
+from ._expansion import expansion
 from ._markers import Mark, Tag
 from ._rule import rule_for
 
@@ -19,6 +22,8 @@ class Walk:
 
     def __init__(self) -> None:
         self._spans: dict[int, tuple[Jaxpr, list[Sequence[Entry]]]] = {}
+        self._expansions: dict[int, tuple[JaxprEqn, Jaxpr | None]] = {}
+        self._unseen: dict[int, tuple[JaxprEqn, Exception]] = {}
 
     @property
     def visits(self) -> int:
@@ -42,12 +47,48 @@ class Walk:
         if isinstance(marker, Mark | Tag):
             feeds = not eqn.outvars or any(v in fed for v in eqn.outvars)
             return [Entry.of(marker, scope, feeds)]
+        if eqn.primitive.name == "shard_map":
+            _compat.in_axes_of(eqn, lambda: [self.spans(jaxpr) for jaxpr in self.jaxprs(eqn)])
         if (rule := rule_for(eqn)) is not None:
             entries = rule.entries(eqn, self)
         else:
-            inside = [e for jaxpr in _compat.inner_jaxprs(eqn) for e in self.entries(jaxpr)]
+            inside = [e for jaxpr in self.jaxprs(eqn) for e in self.entries(jaxpr)]
             entries = [e.block(_compat.primitive_name(eqn)) for e in inside]
+        if _compat.is_recomputed(eqn):
+            entries = [dataclasses.replace(entry, again=True) for entry in entries]
         return [entry.scoped(scope) for entry in entries]
+
+    def jaxprs(self, eqn: JaxprEqn) -> list[Jaxpr]:
+        """The jaxprs inside of an equation."""
+        if _compat.hi_prim(eqn) is None:
+            return list(_compat.inner_jaxprs(eqn))
+        expansion = self.expansion(eqn)
+        return [] if expansion is None else [expansion]
+
+    def expansion(self, eqn: JaxprEqn) -> Jaxpr | None:
+        """What a `HiPrim` expands to; None if nothing can be sown in it, or it cannot be told."""
+        if id(eqn) not in self._expansions:
+            self._expansions[id(eqn)] = (eqn, self._expanded(eqn))
+        return self._expansions[id(eqn)][1]
+
+    def why_unseen(self, eqn: JaxprEqn) -> Exception | None:
+        """Why an equation may sow something that cannot be found out beforehand."""
+        return self._unseen[id(eqn)][1] if id(eqn) in self._unseen else None
+
+    @property
+    def unseen(self) -> Sequence[tuple[JaxprEqn, Exception]]:
+        return list(self._unseen.values())
+
+    def _expanded(self, eqn: JaxprEqn) -> Jaxpr | None:
+        if _compat.is_harmless(_compat.hi_prim(eqn)):
+            return None
+        try:
+            return expansion(eqn)
+        except HarvestError:
+            raise
+        except Exception as error:
+            self._unseen[id(eqn)] = (eqn, error)
+            return None
 
 
 def _fed(jaxpr: Jaxpr) -> set[Var]:

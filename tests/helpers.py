@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import equinox.internal as eqxi
 import jax
+import jax.core
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.experimental.compute_on import compute_on
+from jax.experimental.hijax import HiPrim, bdims_at_front, instantiate_zeros, linearize_from_jvp
 from jax.experimental.xla_metadata import xla_metadata_call
 
 LENGTH = 3
@@ -102,6 +104,46 @@ def on_host(x, site):
     return compute_on(lambda x: plain(x, site), **options)(x)
 
 
+class _Call(HiPrim):
+    """A user's primitive, with the rules that its function has without it."""
+
+    def __init__(self, fn, *avals):
+        self.in_avals, self.out_aval = avals, avals[0]
+        self.params = {"fn": fn}
+        super().__init__()
+
+    def expand(self, *args):
+        return self.fn(*args)
+
+    def jvp(self, primals, tangents):
+        return jax.jvp(self.fn, primals, tuple(map(instantiate_zeros, tangents)))
+
+    lin, linearized = linearize_from_jvp
+
+    def vjp_fwd(self, nzs_in, *args):
+        return jax.vjp(self.fn, *args)
+
+    def vjp_bwd_retval(self, pullback, ct):
+        return pullback(ct)
+
+    def batch(self, axis_data, args, dims):
+        x = bdims_at_front(axis_data, args[0], dims[0])
+        fn = jax.vmap(self.fn, in_axes=(0, *dims[1:]))
+        return _Call(fn, jax.typeof(x), *map(jax.typeof, args[1:]))(x, *args[1:]), 0
+
+
+def _called(fn, x):
+    """`fn(x)` by a primitive. What `fn` closes over is passed to it: rules must not."""
+    jaxpr = jax.make_jaxpr(fn)(x)
+    args = [x, *jaxpr.consts]
+    run = lambda x, *consts: jax.core.eval_jaxpr(jaxpr, consts, x)[0]
+    return _Call(run, *map(jax.typeof, args))(*args)
+
+
+def hi_prim(x, site):
+    return _called(lambda x: plain(x, site), x)
+
+
 def scan(x, site, body=_body, wrap=lambda f: f, **options):
     step = wrap(lambda x, i: (body(x, i, site), None))
     return lax.scan(step, x, jnp.arange(LENGTH), **options)[0]
@@ -121,6 +163,13 @@ def scan_of_jit(x, site):
 
 def remat_of_scan(x, site):
     return jax.checkpoint(lambda x: scan(x, site))(x)
+
+
+def scan_of_hi_prim(x, site):
+    def body(x, i, site):
+        return _called(lambda x: x * site(_h(x), i) / 2, x) + jnp.asarray(i, x.dtype)
+
+    return scan(x, site, body)
 
 
 def scan_of_cond(x, site):
@@ -174,12 +223,14 @@ _IN_NO_LOOP = [
     custom_vjp,
     metadata,
     on_host,
+    hi_prim,
 ]
 _IN_A_LOOP = [
     scan,
     scan_unrolled,
     scan_of_remat,
     scan_of_jit,
+    scan_of_hi_prim,
     remat_of_scan,
     scan_of_cond,
     cond_of_scan,

@@ -4,7 +4,6 @@ from . import _call as _call
 from . import _compute_on as _compute_on
 from . import _cond as _cond
 from . import _custom_derivatives as _custom_derivatives
-from . import _custom_vmap as _custom_vmap
 from . import _jit as _jit
 from . import _remat as _remat
 from . import _scan as _scan

@@ -26,9 +26,8 @@ class While:
         if params.lanes:
             count = len(params.body_jaxpr.invars)
             carried = [i >= params.body_consts for i in range(count)]
-            spans = zip(
-                walk.spans(params.body_jaxpr), varying(params.body_jaxpr, carried)[1], strict=True
-            )
+            varies = varying(walk, params.body_jaxpr, carried)[1]
+            spans = zip(walk.spans(params.body_jaxpr), varies, strict=True)
             lanes = tuple(_types.dims(params.cond_jaxpr.out_avals[0]))
             body = [_in_lanes(e, lanes, varies) for span, varies in spans for e in span]
         uneven = _compat.varying(params.cond_jaxpr.out_avals[0])

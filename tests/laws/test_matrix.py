@@ -88,7 +88,7 @@ def _forbidden(program, transform):
 
 def _runs_twice(program, transform, remat3):
     """Under jax_remat3 these calls are a part of the recomputation as they are."""
-    again = ("custom_jvp", "custom_vjp", "metadata", "on_host")
+    again = ("custom_jvp", "custom_vjp", "metadata", "on_host", "hi_prim", "scan_of_hi_prim")
     return remat3 and program in again and transform == "grad_of_remat"
 
 

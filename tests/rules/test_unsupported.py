@@ -12,7 +12,6 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.experimental.hijax import HiPrim
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from harvest import UnsupportedError, add, capture, plant, reap, sites, sow
@@ -56,13 +55,6 @@ def in_scatter(x):
     return x.at[0].apply(lambda v: inside(2 * v))
 
 
-def in_custom_root(x):
-    def solve(f, x):
-        return lax.fori_loop(0, 10, lambda _, y: y - f(y) / (2 * y), x)
-
-    return lax.custom_root(lambda y: inside(y * y - x), 1 + x, solve, lambda g, y: y / g(1.0))
-
-
 def in_custom_partitioning(x):
     f = custom_partitioning(lambda x: inside(2 * x))
     f.def_partition(lambda *_: None, lambda *_: None, sharding_rule="i -> i")
@@ -73,33 +65,6 @@ def in_noinline(x):
     return eqxi.noinline(lambda x: inside(2 * x))(x)
 
 
-class Doubling(HiPrim):
-    def __init__(self, aval):
-        self.in_avals = (aval,)
-        self.out_aval = aval
-        self.params = {}
-        super().__init__()
-
-    def expand(self, x):
-        return inside(2 * x)
-
-
-def in_hi_prim(x):
-    return Doubling(jax.typeof(x))(x)
-
-
-@jax.custom_vjp
-def optimized(x):
-    return 2 * x
-
-
-optimized.defvjp(lambda x: (inside(2 * x), None), lambda _, ct: (2 * ct,), optimize_remat=True)
-
-
-def in_optimized_fwd_rule(x):
-    return jax.vjp(optimized, x)[0]
-
-
 PROGRAMS = {
     in_while_condition: "while",
     in_pallas_call: "pallas_call",
@@ -107,11 +72,8 @@ PROGRAMS = {
     in_reduce: "reduce",
     in_reduce_window: "reduce_window",
     in_scatter: "scatter",
-    in_custom_root: "CustomRoot",
     in_custom_partitioning: "custom_partitioning",
     in_noinline: "noinline",
-    in_hi_prim: "Doubling",
-    in_optimized_fwd_rule: "remat_opt",
 }
 AROUND = {
     "itself": lambda f: f,
@@ -199,23 +161,6 @@ def test_a_noinline_is_looked_into_under_transforms(transform):
     model = eqx.nn.Lambda(lambda x: inside(2 * x))
     with pytest.raises(UnsupportedError, match=message):
         capture(lambda x: eqxi.noinline(model)(x, key=None))(X)
-
-
-@pytest.mark.parametrize("flag", ["jax_custom_jvp3", "jax_custom_vjp3"])
-def test_custom_derivatives_as_hi_primitives_are_collected_or_refused(flag):
-    kind = flag.removeprefix("jax_").removesuffix("3")
-    before = getattr(jax.config, flag)
-    jax.config.update(flag, True)
-    try:
-        f = getattr(jax, kind)(lambda x: inside(2 * x))
-        if kind == "custom_jvp":
-            f.defjvp(lambda primals, tangents: (f(*primals), 2 * tangents[0]))
-        else:
-            f.defvjp(lambda x: (f(x), None), lambda _, ct: (2 * ct,))
-        with pytest.raises(UnsupportedError, match=rf"'inside' \(sown at .*{re.escape(LINE)}\)"):
-            reap(f)(X)
-    finally:
-        jax.config.update(flag, before)
 
 
 def test_metadata_contexts_keep_sites_reachable():
