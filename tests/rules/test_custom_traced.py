@@ -204,7 +204,7 @@ def test_a_root_finder():
     tangent = lambda x: jax.jvp(f, (x,), (jnp.float32(2),))[1]
     # JAX solves for the negative of the tangent.
     close(capture(tangent, "tangent")(X), (1 / np.sqrt(0.6), {"tangent": (-1 / np.sqrt(0.6),)}))
-    with pytest.raises(UnsupportedError, match=r"'h' .* is inside a `while_loop`"):
+    with pytest.raises(UnsupportedError, match=r"'h' .* is inside the predicate of a `while_loop`"):
         dynamic = lambda f, y: lax.while_loop(lambda y: abs(f(y)) > 1e-3, lambda y: y / 2, y)
         reap(lambda x: lax.custom_root(lambda y: sow(y, name="h"), x, dynamic, newton))(X)
 
