@@ -121,9 +121,10 @@ class Replay:
 
     def evaluate(self, eqn: JaxprEqn, invals: list[Any], inside: Inside) -> Result:
         """Evaluate an equation, doing the actions of `inside`."""
-        if isinstance(_compat.hi_prim(eqn), Tag) and not any(inside.actions):
+        marker = _compat.hi_prim(eqn)
+        if isinstance(marker, Tag) and not any(inside.actions):
             return Result(_retagged(eqn, invals), [])
-        rule = rule_for(eqn)
+        rule = None if isinstance(marker, Mark) else rule_for(eqn)
         opened = any(inside.actions)
         if rule is not None and not opened:
             # Also to leave out the effects inside, or to see where a NaN is made.

@@ -30,6 +30,7 @@ def plant(
 
         ```python
         import harvest
+        import jax.numpy as jnp
 
         def f(x):
             h = harvest.sow(jnp.sin(x), name="h")
