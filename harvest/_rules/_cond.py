@@ -100,9 +100,12 @@ def _filled(part, entry, number, value):
     if not entry.summed:
         return _as_uneven(value, part, entry)
     return [
-        _as_uneven(value, part, other)
-        if k == number
-        else other and jax.tree.map(_compat.zeros, part.type_of(other))
+        other
+        and (
+            _as_uneven(value, part, other)
+            if k == number
+            else jax.tree.map(_compat.zeros, part.type_of(other))
+        )
         for k, other in enumerate(entry.branches)
     ]
 
