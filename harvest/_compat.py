@@ -89,6 +89,16 @@ def batching_a_predicate() -> bool:
     return False
 
 
+def spmd_axes(axis_data: Any) -> frozenset[str]:
+    """The mesh axes that `spmd_axis_name` of a `vmap` names.
+
+    Of what a batching rule is told of the mapped axis, this is not documented. A `shard_map` inside
+    of the `vmap` splits the mapped axis over them, and its own specs do not say so.
+    """
+    names = getattr(axis_data, "spmd_name", None) or ()
+    return frozenset(names if isinstance(names, tuple) else (names,))
+
+
 def tracing_a_linear_call() -> bool:
     """Whether the function of a `linear_call`, or its transpose, is being traced.
 
@@ -176,6 +186,12 @@ def varying(aval: Any) -> frozenset[str]:
     """
     manual = getattr(aval, "manual_axis_type", None)
     return frozenset() if manual is None else manual.varying
+
+
+def partly_reduced(aval: Any) -> frozenset[str]:
+    """The manual mesh axes along which a value is still to be summed, or its cotangent is."""
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset() if manual is None else manual.unreduced | manual.reduced
 
 
 def explicit_sharding(aval: Any) -> NamedSharding | None:

@@ -173,6 +173,8 @@ class Entry:
     def _obstacle(self, shards: Shards) -> str | None:
         for inner, loops in self.innermost():
             marker = inner.marker
+            if split := sorted(marker.split & {*shards.axes}):
+                return f"a `shard_map` under a `vmap` with `spmd_axis_name` {split}"
             specs = marker.label.spec or (None,) * len(marker.in_avals)
             for aval, spec in zip(marker.in_avals, specs, strict=True):
                 alone = not loops and not any(map(any, marker.positions))

@@ -68,6 +68,7 @@ class Marker(HiPrim):
     label: Label
     positions: Positions
     selected: bool  # in a branch of a `cond` that `vmap` turned into a `select`
+    split: frozenset[str]  # the mesh axes over which `vmap(..., spmd_axis_name=)` split an axis
 
     def __init__(
         self,
@@ -75,10 +76,16 @@ class Marker(HiPrim):
         label: Label,
         positions: Positions,
         selected: bool = False,
+        split: frozenset[str] = frozenset(),
     ):
         self.in_avals = tuple(avals)
         self.out_aval = self.outs(self.in_avals)
-        self.params = {"label": label, "positions": positions, "selected": selected}
+        self.params = {
+            "label": label,
+            "positions": positions,
+            "selected": selected,
+            "split": split,
+        }
         super().__init__()
 
     @staticmethod
@@ -115,6 +122,7 @@ class Marker(HiPrim):
             self.label,
             tuple(map(shifted, self.positions, dims)),
             self.selected or _compat.batching_a_predicate(),
+            self.split | _compat.spmd_axes(axis_data),
         )
         return batched(*args), self.outs(tuple(dims))
 
@@ -178,7 +186,8 @@ class Perturb(Marker):
         if not any(nonzero):
             return tangents
         filled = [instantiate_zeros(t) for t in tangents]
-        prim = PerturbTangent([jax.typeof(t) for t in filled], self.label, self.positions)
+        avals = [jax.typeof(t) for t in filled]
+        prim = PerturbTangent(avals, self.label, self.positions, split=self.split)
         outs = prim(*filled)
         return tuple(o if nz else t for o, nz, t in zip(outs, nonzero, tangents, strict=True))
 
@@ -187,7 +196,8 @@ class Perturb(Marker):
 
     def sow_cotangent(self, cts: Sequence[Any], accums: Sequence[Any]) -> dict[str, Any] | None:
         """Sow the cotangents, and give the sown ones to the inputs."""
-        cts = mark([instantiate_zeros(ct) for ct in cts], self.label, self.positions)
+        filled = [instantiate_zeros(ct) for ct in cts]
+        cts = mark(filled, self.label, self.positions, self.split)
         _accumulate(cts, accums)
         if not self.label.log:
             return None
@@ -206,12 +216,17 @@ class PerturbTangent(Perturb):
         return self.sow_cotangent(out_ct, maybe_accums)
 
 
-def mark(leaves: Sequence[Any], label: Label, positions: Positions) -> Sequence[Any]:
+def mark(
+    leaves: Sequence[Any],
+    label: Label,
+    positions: Positions,
+    split: frozenset[str] = frozenset(),
+) -> Sequence[Any]:
     """Bind the markers of the leaves of one value."""
     avals = [jax.typeof(x) for x in leaves]
     if _compat.PLANTING.value and leaves:
-        leaves = Tag(avals, label, positions)(*leaves)
-    Mark(avals, label, positions)(*leaves)
+        leaves = Tag(avals, label, positions, split=split)(*leaves)
+    Mark(avals, label, positions, split=split)(*leaves)
     return leaves
 
 
