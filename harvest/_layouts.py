@@ -53,7 +53,7 @@ def _of_read(part: Part, entry: Entry, shards: Shards, depth: int) -> Any:
         return part.layouts(shards, depth)
     if not isinstance(part, Mapped):
         return entry.layouts(shards)
-    return _of_mapped(entry, shards.within(lambda: part.type_of(entry)), shards, 0)
+    return _of_mapped(entry, shards.within(lambda part: part.type_of(entry), part), shards, 0)
 
 
 def _of_mapped(entry: Entry, type: Any, shards: Shards, outer: int) -> Any:

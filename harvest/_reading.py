@@ -81,10 +81,13 @@ class Mapped(Part):
     def _type_at(self, entry: Entry) -> Any:
         """The type without the axes of loops, of an entry outside any `cond`."""
         marker = entry.marker
-        read = lambda *leaves: self.read(marker, list(leaves), ())
-        types = functools.partial(_types.result_types, read, *marker.in_avals)
+
+        def types(part: "Mapped") -> Any:
+            read = lambda *leaves: part.read(marker, list(leaves), ())
+            return _types.result_types(read, *marker.in_avals)
+
         with located(entry.describe()):
-            type = inside(entry.shards, types)
+            type = inside(entry.shards, types, self)
         type = jax.tree.map(lambda aval: _types.with_varying(aval, entry.uneven), type)
         batch = len(levels(marker.positions))
         for shards in reversed(entry.shards):

@@ -89,25 +89,28 @@ def _folded(fold: Fold, entry: Entry) -> Folded:
     everywhere = frozenset().union(*differing)
     axes = tuple(everywhere if v else v for v in differing)
 
-    outside = jnp.zeros((), jnp.int32)
-
-    def leaves() -> list[Any]:
+    def leaves(held: tuple[Fold, Any]) -> list[Any]:
         with _compat.mesh_of(first.marker.in_avals):
-            state = Packed.pack(bound.init(_example_type(first.marker)))
-            state = _sharded(state, bound, first, folded)
-            count = _compat.in_this_mesh(outside)
+            fold, count = held
+            state = Packed.pack(fold.init(_example_type(first.marker)))
+            state = _sharded(state, fold, first, folded)
+            count = _compat.in_this_mesh(count)
             return [_broadcast(leaf, front) for leaf in (*state.leaves, count)]
 
-    *state, count = made_in_shards(leaves, states[0], entry.shards, axes, len(front))
+    held = bound, jnp.zeros((), jnp.int32)
+    *state, count = made_in_shards(leaves, held, states[0], entry.shards, axes, len(front))
     slot = Slot(Packed(state, states[0].structure), count)
     return Folded(bound, slot, levels if alike else None, len(kept[0].batch), first.lanes, axes)
 
 
 def _initial(fold: Fold, entry: Entry) -> Packed:
     """The types of the state of a fold before the first iteration."""
-    make = lambda: Packed.pack(fold.init(_example_type(entry.marker)))
+
+    def types(fold: Fold) -> Packed:
+        return _types.result_types(lambda: Packed.pack(fold.init(_example_type(entry.marker))))
+
     with _compat.mesh_of(entry.marker.in_avals):
-        return inside(entry.shards, lambda: _types.result_types(make))
+        return inside(entry.shards, types, fold)
 
 
 def _sharded(state: Packed, fold: Fold, entry: Entry, folded: int) -> Packed:

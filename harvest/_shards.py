@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _compat, _types
+from ._structure import Structure, is_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Shards(NamedTuple):
             return (
                 None if alone else "a loop in a `shard_map`, of a hi type, whose spec is not that"
             )
+        if unfinished := sorted(_compat.partly_reduced(aval)):
+            return f"a `shard_map`, and unreduced or reduced over the mesh axes {unfinished}"
         for entry in spec or ():
             names = _names(entry)
             mine = tuple(name for name in names if name in self.axes)
@@ -126,23 +130,41 @@ class Shards(NamedTuple):
         sharding = NamedSharding(self.mesh, PartitionSpec(*merged))
         return _types.array_type(shape, aval.dtype, aval.weak_type, sharding, rest)
 
-    def within(self, fn: Callable[[], Any]) -> Any:
-        """`fn()` as it is inside, where its axes have names. For types, not for values."""
+    def within(self, fn: Callable[[Any], Any], held: Any) -> Any:
+        """`fn(held)` as it is inside, where its axes have names. For types, not for values.
+
+        Every shard has all of the arrays in `held`, which `fn` must not close over.
+        """
+        arrays, rest = Structure.flatten(held, is_array)
+        types = [_types.array_type(a.shape, a.dtype, a.weak_type) for a in map(jax.typeof, arrays)]
         results = []
 
-        def body() -> tuple[()]:
-            results.append(fn())
+        def body(arrays: list[Any]) -> tuple[()]:
+            results.append(fn(rest.unflatten(arrays)))
             return ()
 
-        jax.eval_shape(jax.shard_map(body, in_specs=(), out_specs=(), **self.options))
+        whole = [WHOLE.spec] * len(types)
+        mapped = jax.shard_map(body, in_specs=(whole,), out_specs=(), **self.options)
+        jax.eval_shape(mapped, types)
         return results[0]
 
+    def placed(self, value: Any, spec: Any) -> Any:
+        """Where axes of the mesh are explicit, `shard_map` wants an argument sharded as it says."""
+        if not isinstance(spec, PartitionSpec):
+            return value
+        # Axes that do not become manual here may split it as well.
+        given = [_names(dim.partition) for dim in _types.dims(jax.typeof(value))]
+        other = [_entry(tuple(n for n in names if n not in self.axes)) for names in given]
+        pairs = itertools.zip_longest(spec, other)
+        spec = PartitionSpec(*(_merged(a, b) for a, b in pairs))
+        return _compat.placed(value, NamedSharding(self.mesh, spec))
 
-def inside(around: Sequence[Shards], fn: Callable[[], Any]) -> Any:
-    """`fn()` as it is inside all of these, the outermost first. For types, not for values."""
+
+def inside(around: Sequence[Shards], fn: Callable[[Any], Any], held: Any) -> Any:
+    """`fn(held)` as it is inside all of these, the outermost first; see `Shards.within`."""
     for shards in reversed(around):
         fn = functools.partial(shards.within, fn)
-    return fn()
+    return fn(held)
 
 
 def axes_named_in(spec: Any) -> frozenset[str]:

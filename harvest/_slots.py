@@ -9,8 +9,8 @@ import jax
 from . import _compat, _types
 from ._entry import Entry
 from ._fold import Fold
-from ._shards import Layout, Shards, inside
-from ._structure import Packed
+from ._shards import WHOLE, Layout, Shards, inside
+from ._structure import Packed, Structure, is_array
 
 
 def varying(fold: Fold, entry: Entry, state: Packed, folded: int) -> tuple[frozenset[str], ...]:
@@ -25,7 +25,9 @@ def varying(fold: Fold, entry: Entry, state: Packed, folded: int) -> tuple[froze
     value = list(map(_types.unbatched, marker.in_avals, marker.positions))
     index = (jax.ShapeDtypeStruct((), "int32"),) * folded
 
-    def updated(axes: Sequence[frozenset[str]], leaves: Any, value: Any, index: Any) -> Packed:
+    def updated(
+        fold: Fold, axes: Sequence[frozenset[str]], leaves: Any, value: Any, index: Any
+    ) -> Packed:
         leaves = list(map(_compat.varying_along, leaves, axes))
         differing = [_compat.varying(aval) | entry.uneven for aval in marker.in_avals]
         value = structure.unflatten(map(_compat.varying_along, value, differing))
@@ -38,8 +40,10 @@ def varying(fold: Fold, entry: Entry, state: Packed, folded: int) -> tuple[froze
     types = plain(state.leaves), plain(value), index
     axes = [entry.uneven | _compat.varying(leaf) for leaf in state.leaves]
     while True:
-        update = functools.partial(updated, axes)
-        new = inside(entry.shards, functools.partial(jax.eval_shape, update, *types))
+        update = lambda fold, axes=axes: jax.eval_shape(
+            functools.partial(updated, fold, axes), *types
+        )
+        new = inside(entry.shards, update, fold)
         further = [a | _compat.varying(leaf) for a, leaf in zip(axes, new.leaves, strict=False)]
         if further == axes or new.structure != state.structure:  # an error when it is folded
             return (*axes, entry.uneven)
@@ -47,7 +51,8 @@ def varying(fold: Fold, entry: Entry, state: Packed, folded: int) -> tuple[froze
 
 
 def made_in_shards(
-    make: Callable[[], list[Any]],
+    make: Callable[[Any], list[Any]],
+    held: Any,
     state: Packed,
     around: Sequence[Shards],
     varying: Sequence[frozenset[str]],
@@ -55,20 +60,22 @@ def made_in_shards(
 ) -> list[Any]:
     """The arrays of a slot, of which `make` makes those of one shard, with `front` axes in front.
 
-    `state` has the types of one state.
+    `make` is called with `held`, of whose arrays every shard has all. `state` has the types of one
+    state.
     """
 
-    def made() -> list[Any]:
-        pairs = zip(make(), varying, strict=True)
+    def in_shard(held: Any) -> list[Any]:
+        pairs = zip(make(held), varying, strict=True)
         return [_compat.varying_along(x, v) for x, v in pairs]
 
+    made: Callable[[Any], list[Any]] = in_shard
     ranks = [*(front + len(aval.shape) for aval in state.leaves), front]
     for shards in reversed(around):
         axes = list(map(shards.differing, varying))
         layouts = [shards.stacked(a, front, n) for a, n in zip(axes, ranks, strict=True)]
         made = _mapped(made, shards, layouts)
         ranks = [n + bool(a) for a, n in zip(axes, ranks, strict=True)]
-    return made()
+    return made(held)
 
 
 def assembled(
@@ -103,10 +110,18 @@ def assembled(
 
 
 def _mapped(
-    make: Callable[[], list[Any]], shards: Shards, layouts: Sequence[Layout]
-) -> Callable[[], list[Any]]:
-    def body() -> list[Any]:
-        return [layout.leave(x) for layout, x in zip(layouts, make(), strict=True)]
+    make: Callable[[Any], list[Any]], shards: Shards, layouts: Sequence[Layout]
+) -> Callable[[Any], list[Any]]:
+    def made(held: Any) -> list[Any]:
+        arrays, rest = Structure.flatten(held, is_array)
 
-    specs = [layout.spec for layout in layouts]
-    return jax.shard_map(body, in_specs=(), out_specs=specs, **shards.options)
+        def body(arrays: list[Any]) -> list[Any]:
+            shard = make(rest.unflatten(arrays))
+            return [layout.leave(x) for layout, x in zip(layouts, shard, strict=True)]
+
+        whole = [WHOLE.spec] * len(arrays)
+        specs = [layout.spec for layout in layouts]
+        mapped = jax.shard_map(body, in_specs=(whole,), out_specs=specs, **shards.options)
+        return mapped(list(map(shards.placed, arrays, whole)))
+
+    return made

@@ -1,7 +1,6 @@
 """`jax.shard_map`: what is collected in its body, and planted there, are global arrays."""
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat, _layouts
 from .._edit_nodes import Edit
@@ -58,7 +57,7 @@ class ShardMap:
         # Where nothing is traced, JAX would evaluate it operation by operation, and cannot do so
         # with custom derivative rules. While a program is traced, this leaves no trace in it.
         staged = jax.jit(sharded, inline=True)
-        outs, reads = staged(invals, list(map(_placed(shards), arrays, in_specs)))
+        outs, reads = staged(invals, list(map(shards.placed, arrays, in_specs)))
         outs = iter(outs)
         return [next(outs) if live else None for live in inside.live], reads
 
@@ -69,14 +68,3 @@ def _shards(params):
 
 def _chosen(items, live):
     return [item for item, chosen in zip(items, live, strict=True) if chosen]
-
-
-def _placed(shards):
-    """Where axes of the mesh are explicit, `shard_map` wants its arguments sharded as it says."""
-
-    def placed(value, spec):
-        if not isinstance(spec, PartitionSpec):
-            return value
-        return _compat.placed(value, NamedSharding(shards.mesh, spec))
-
-    return placed
