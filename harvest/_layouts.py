@@ -160,7 +160,9 @@ class _Edits:
                 return Scale(self._leafwise(edit.factor, self._operand))
             case Sourced():
                 source = tuple(self._leafwise(value, self._value) for value in edit.source)
-                return dataclasses.replace(_all_whole(edit), source=source)
+                leaves, treedef = jax.tree.flatten(edit, is_leaf=lambda n: n is edit.source)
+                rows = [source if x is edit.source else _all_whole(x) for x in leaves]
+                return jax.tree.unflatten(treedef, rows)
             case _:
                 return _all_whole(edit)  # its function sees one shard
 
