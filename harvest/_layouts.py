@@ -142,8 +142,8 @@ class _Edits:
         match edit:
             case Branches():
                 pairs = zip(edit.edits, self.entry.branches or (), strict=True)
-                inside = [dataclasses.replace(self, entry=b).of(e) if b else e for e, b in pairs]
-                return Branches(tuple(inside))
+                of = lambda e, b: dataclasses.replace(self, entry=b).of(e) if b else _all_whole(e)
+                return Branches(tuple(of(e, b) for e, b in pairs))
             case Each():
                 _, loops = next(self.entry.innermost())
                 return Each(dataclasses.replace(self, loops=len(known(loops))).of(edit.edit))
