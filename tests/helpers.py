@@ -14,6 +14,8 @@ import jax.core
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jax.experimental.compute_on import compute_on
 from jax.experimental.hijax import HiPrim, bdims_at_front, instantiate_zeros, linearize_from_jvp
 from jax.experimental.xla_metadata import xla_metadata_call
@@ -68,6 +70,12 @@ def remat(x, site):
 
 def remat_of_jit(x, site):
     return jax.checkpoint(jax.jit(lambda x: plain(x, site)))(x)
+
+
+def shard_map(x, site):
+    # The same in all shards, and so collected once; `tests/shards.py` has those that differ.
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(lambda x: plain(x, site), mesh=mesh, in_specs=P(), out_specs=P())(x)
 
 
 def cond(x, site):
@@ -216,6 +224,7 @@ _IN_NO_LOOP = [
     jit_in_jit,
     remat,
     remat_of_jit,
+    shard_map,
     cond,
     switch,
     platform,
