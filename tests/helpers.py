@@ -14,11 +14,11 @@ import jax.core
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from jax.experimental.compute_on import compute_on
 from jax.experimental.hijax import HiPrim, bdims_at_front, instantiate_zeros, linearize_from_jvp
 from jax.experimental.xla_metadata import xla_metadata_call
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 LENGTH = 3
 SIZE = 4
