@@ -39,7 +39,7 @@ def apply_edit(
     except Exception as error:
         error.add_note(f"harvest: raised by the edit of {where}")
         raise
-    return _types.axes_from_front(new, marker.positions)
+    return _types.axes_from_front(new, marker.positions, [jax.typeof(x) for x in leaves])
 
 
 def _mapped(

@@ -122,7 +122,7 @@ def _estimate(experiment: Experiment, values: list[Any], grads: list[Any], zero:
     def change(index: Any, edit: Edit, values: Any, grads: Any, zero: Any) -> Any:
         here = [value[index] for value in values]
         loops = tuple(map(Loop, index, lengths))
-        before = _types.axes_from_front(here, marker.positions)
+        before = _types.axes_from_front(here, marker.positions, marker.in_avals)
         after = apply_edit(edit, marker, before, loops, entry.describe())
         edited = _types.axes_to_front(after, marker.positions)
         changes = (

@@ -8,11 +8,15 @@ from typing import Any
 
 import jax
 
+from ._hi_types import HiAxis
+from ._lowered import lowered, raised
+
 # For each leaf the axis that each `vmap` added, outermost first (None if it stayed unbatched).
-Positions = Sequence[tuple[int | None, ...]]
+Axis = int | HiAxis | None
+Positions = Sequence[tuple[Axis, ...]]
 
 
-def levels(positions: Positions) -> list[tuple[int, tuple[int | None, ...]]]:
+def levels(positions: Positions) -> list[tuple[int, tuple[Axis, ...]]]:
     """For each `vmap` that batched any leaf, outermost first: its number, and its axes."""
     rows = enumerate(zip(*positions, strict=True))
     return [(number, axes) for number, axes in rows if any(a is not None for a in axes)]
@@ -22,8 +26,9 @@ def batch_sizes(avals: Sequence[Any], positions: Positions) -> tuple[int, ...]:
     """The size of each `vmap` that batched any leaf, outermost first."""
     sizes = []
     for _, axes in levels(positions):
-        batched = [(aval, a) for aval, a in zip(avals, axes, strict=True) if isinstance(a, int)]
-        sizes += [aval.shape[axis] for aval, axis in batched[:1]]
+        batched = [(aval, a) for aval, a in zip(avals, axes, strict=True) if a is not None]
+        aval, axis = batched[0]
+        sizes.append(axis.size if isinstance(axis, HiAxis) else aval.shape[axis])
     return tuple(sizes)
 
 
@@ -42,15 +47,18 @@ def over_examples(
     """
 
     def mapped(leaves: Sequence[Any], *others: Any) -> Any:
-        inner = fn
+        if not levels(positions):
+            return fn(list(leaves), *others)
+        # As arrays, values of hi types need no `MappingSpec`s.
+        inner = lambda *args: lowered(fn(*raised(args)))
         for number, axes in reversed(levels(positions)):
             alike = [_fronted(tuple(row[number] for row in rows)) for rows in also]
             in_axes = (_fronted(axes), *alike, *(0,) * (len(others) - len(also)))
             inner = jax.vmap(inner, in_axes=in_axes, out_axes=_fronted(axes) if keeps_axes else 0)
-        return inner(list(leaves), *others)
+        return raised(inner(*lowered((list(leaves), *others))))
 
     return mapped
 
 
-def _fronted(axes: tuple[int | None, ...]) -> list[int | None]:
+def _fronted(axes: tuple[Axis, ...]) -> list[int | None]:
     return [None if axis is None else 0 for axis in axes]

@@ -4,7 +4,8 @@ import collections
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ._entry import BATCHED_WHILE, PREDICATE, Entry
+from . import _compat
+from ._entry import BATCHED_WHILE, PREDICATE, UNSTACKED, Entry
 from ._errors import DuplicateSiteError, SelectError, UnsupportedError
 from ._reading import Folded, Reading
 from ._select import matches
@@ -37,6 +38,8 @@ def check_open(entry: Entry, what: str) -> None:
         PREDICATE: "sow it in the body of the loop",
         BATCHED_WHILE: "which lanes run cannot be told apart from the other axes of its value; "
         + _inside_vmap(what),
+        UNSTACKED: "which lacks the methods `inc_rank` or `leading_axis_spec`: write them, sow its "
+        "components, or leave the site out by `select`",
     }.get(
         entry.blocked,
         "which cannot be opened: sow its inputs or outputs instead, or leave the site out by "
@@ -123,10 +126,10 @@ def check_differentiable(entry: Entry, what: str) -> None:
                 "known beforehand, and which has no backward pass; use `lax.scan` or a `fori_loop` "
                 "with static bounds"
             )
-        if not all(hasattr(aval, "dtype") for aval in inner.marker.in_avals):
+        if what == "attribute" and any(map(_compat.is_hi_type, inner.marker.in_avals)):
             raise UnsupportedError(
-                f"`{what}`: {entry.describe()} is of a hi type, which `{what}` does not handle; "
-                "sow its components"
+                f"`attribute`: {entry.describe()} is of a hi type, values of which have no "
+                "difference; use `sweep`, or sow its components"
             )
 
 

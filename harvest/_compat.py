@@ -133,6 +133,11 @@ def is_hi_type(aval: Any) -> bool:
     return isinstance(aval, hijax.HiType)
 
 
+def is_array_type(aval: Any) -> bool:
+    """Whether an aval is that of an array; a `HiType` may have a `shape` and a `dtype` as well."""
+    return hasattr(aval, "dtype") and not is_hi_type(aval)
+
+
 def holds_tracer(obj: Any) -> bool:
     """Whether an object that is no pytree holds a tracer of the trace that is under way.
 
@@ -164,7 +169,7 @@ def _holds_tracer_of(trace: Any, obj: Any, seen: frozenset[int]) -> bool:
 
 def as_array(value: Any, aval: Any) -> Any:
     """A constant of a jaxpr as an array: JAX keeps some as objects of a private type."""
-    if isinstance(value, jax.Array) or not hasattr(aval, "dtype") or is_ref(value):
+    if isinstance(value, jax.Array) or not is_array_type(aval) or is_ref(value):
         return value
     return like_weak(jnp.asarray(value, aval.dtype), aval)
 
@@ -437,7 +442,7 @@ def _not_inlined(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def _shaped(aval: Any) -> Any:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype) if hasattr(aval, "dtype") else aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype) if is_array_type(aval) else aval
 
 
 def is_harmless(prim: hijax.HiPrim) -> bool:
@@ -680,6 +685,8 @@ def is_symbolic_zero(value: Any) -> bool:
 
 def placed_like(value: Any, aval: Any) -> Any:
     """`value` with the explicit sharding, varying mesh axes and memory that `aval` has."""
+    if is_hi_type(aval):
+        return value
     value = placed(value, getattr(aval, "sharding", None))
     return in_memory_of(varying_along(value, varying(aval)), aval)
 

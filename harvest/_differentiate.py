@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from . import _compat, _types
@@ -18,6 +17,7 @@ from ._errors import GradError
 from ._fit import known
 from ._fold import Fold
 from ._interpreter import Replay
+from ._lowered import raised
 from ._markers import Mark
 from ._plan_probes import ProbePlan, is_sum
 from ._probe import (
@@ -27,6 +27,7 @@ from ._probe import (
     over_cotangents,
     probing,
     reducing,
+    zero_tangent,
     zeros_at,
 )
 from ._reap import reap
@@ -75,7 +76,7 @@ def value_and_aux(result: Any, has_aux: bool = False, what: str = "grad") -> tup
             "pair of a scalar and anything else"
         )
     value, aux = result if has_aux else (result, None)
-    if isinstance(value, float) or is_array(value):
+    if isinstance(value, float) or (is_array(value) and not _compat.is_hi(value)):
         array = jnp.asarray(value)
         if not array.shape and jnp.issubdtype(array.dtype, jnp.floating):
             return array, aux
@@ -109,7 +110,7 @@ class DifferentiatedSite(NamedTuple):
     def result(self, ct: Any, branch: Any) -> Any:
         """The gradient, from the cotangent of `eps`."""
         with _compat.mesh_of(self.entry.marker.in_avals):
-            return self._result(*_compat.in_this_mesh((ct, branch)))
+            return self._result(*_compat.in_this_mesh((raised(ct), branch)))
 
     def _result(self, ct: Any, branch: Any) -> Any:
         if isinstance(ct, Packed):
@@ -138,8 +139,12 @@ def _reduced_zeros(entry: Entry, reducer: Any) -> Packed | None:
     if entry.shards:
         return None  # what a function makes of a shard has another place in the mesh
     marker = entry.marker
+    tangents = list(map(_types.tangent_of, marker.in_avals))
+    hi = [t for a, t in zip(marker.in_avals, tangents, strict=True) if _compat.is_hi_type(a)]
+    if not all(t is not None and _compat.is_array_type(t) for t in hi):
+        return None  # `jax.custom_vjp` takes no cotangents of hi types
     avals = [
-        _types.moved(aval, axes) if has_derivative(aval) else None
+        _types.tangent_of(_types.moved(aval, axes))
         for aval, axes in zip(marker.in_avals, marker.positions, strict=True)
     ]
     fn = reducing(reducer, marker.label.structure, marker.positions)
@@ -149,7 +154,8 @@ def _reduced_zeros(entry: Entry, reducer: Any) -> Packed | None:
     except Exception as error:
         error.add_note(f"harvest: raised by the reducer of {entry.describe()}")
         raise
-    if len(packed.leaves) == 1 or not all(map(has_derivative, packed.leaves)):
+    are_arrays = all(map(_compat.is_array_type, packed.leaves))
+    if len(packed.leaves) == 1 or not are_arrays or not all(map(has_derivative, packed.leaves)):
         return None  # a cotangent is a floating-point array
     for length in reversed(known(entry.loops)):
         packed = jax.tree.map(functools.partial(_types.stacked, length=length), packed)
@@ -163,7 +169,7 @@ def _where_there_is(reduced: Any, there_is: Any, entry: Entry, reducer: Any) -> 
 
     def filled() -> list[Any]:
         zeros = [
-            _compat.zeros(_types.unbatched(aval, axes)) if has_derivative(aval) else None
+            zero_tangent(_types.unbatched(aval, axes))
             for aval, axes in zip(marker.in_avals, marker.positions, strict=True)
         ]
         of_zeros = Packed.pack(reducer(as_tangent(marker.label.structure, zeros)))
@@ -184,11 +190,11 @@ def _gradient(entry: Entry, type: Any, ct: Any, branch: Any) -> Any:
         return CondSum(branch.index, tuple(b and _gradient(b, t, c, r) for b, t, c, r in rows))
     if entry.branches is not None:
         return _gradient(next(filter(None, entry.branches)), type, ct, branch)
-    leaves = [
-        np.zeros(aval.shape, jax.dtypes.float0) if leaf is None else leaf
-        for aval, leaf in zip(type, ct, strict=True)
-    ]
-    return as_tangent(entry.marker.label.structure, leaves)
+
+    def filled(aval: Any, leaf: Any) -> Any:
+        return _types.no_tangent(aval) if leaf is None else leaf
+
+    return as_tangent(entry.marker.label.structure, map(filled, type, ct))
 
 
 def _sowing(entry: Entry) -> Callable[[Any, Any], Any]:

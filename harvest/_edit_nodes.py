@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _compat, _types
+from . import _arithmetic, _compat, _types
 from ._batching import Positions
 from ._errors import PlantError
 from ._iterations import check_index, is_chosen
+from ._lowered import lowered, raised
 from ._structure import is_array
 
 
@@ -77,19 +78,19 @@ class Add(Edit):
     value: Any
 
     def apply(self, value, context):
-        return _leafwise(jnp.add, value, self.value)
+        return _arithmetic.add(value, self.value)
 
 
 class Scale(Edit):
     factor: Any
 
     def apply(self, value, context):
-        return _leafwise(jnp.multiply, value, self.factor)
+        return _arithmetic.scale(value, self.factor)
 
 
 class Zero(Edit):
     def apply(self, value, context):
-        return jax.tree.map(lambda x: jnp.zeros_like(x) if is_array(x) else x, value)
+        return _arithmetic.zero(value)
 
 
 class Chain(Edit):
@@ -123,10 +124,11 @@ class Each(Edit):
                 "got `each` of an edit without arrays, so that there is nothing to slice"
             )
         for leaf in arrays:
-            if leaf.shape[: len(loops)] != loops:
+            if _types.leading(leaf, len(loops)) != loops:
+                hi = _compat.is_hi(leaf)
+                got = _types.describe(leaf) if hi else f"an array of shape {leaf.shape}"
                 raise PlantError(
-                    f"`each` slices its arrays along the loop axes {loops}, and got an array of "
-                    f"shape {leaf.shape}"
+                    f"`each` slices its arrays along the loop axes {loops}, and got {got}"
                 )
 
 
@@ -146,7 +148,7 @@ class At(Edit):
             chosen = chosen & is_chosen(index, *loop)
         if _is_cheap(self.edit):
             edited = context.fitted(self.edit.apply(value, context))
-            return _where(chosen, edited, value)
+            return _arithmetic.where(chosen, edited, value)
         # Run the user's function only where it is wanted: it may be large, and where it is not
         # finite a `where` would let NaNs into the gradient.
         arrays, rest = eqx.partition(value, is_array)
@@ -155,7 +157,10 @@ class At(Edit):
             new = self.edit.apply(eqx.combine(arrays, rest), context)
             return eqx.filter(context.fitted(new), is_array)
 
-        return eqx.combine(lax.cond(chosen, edited_arrays, lambda arrays: arrays, arrays), rest)
+        # As arrays: JAX returns no value of a hi type from a `cond`.
+        edited_lowered = lambda low: lowered(edited_arrays(raised(low)))
+        new = lax.cond(chosen, edited_lowered, lambda low: low, lowered(arrays))
+        return eqx.combine(raised(new), rest)
 
     def check(self, loops):
         indices = self.indices
@@ -216,42 +221,3 @@ def _is_cheap(edit: Edit) -> bool:
     """Whether an edit runs no function of the user's."""
     nodes = jax.tree.leaves(edit, is_leaf=lambda node: isinstance(node, Call | Indexed))
     return not any(isinstance(node, Call | Indexed) for node in nodes)
-
-
-def _where(chosen: Any, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda n, o: jnp.where(chosen, n, o) if is_array(o) else o, new, old)
-
-
-def _leafwise(op: Callable[[Any, Any], Any], value: Any, operand: Any) -> Any:
-    """`op` with one operand for all arrays of `value`, or with one for each."""
-    if jax.tree.structure(operand) != jax.tree.structure(value):
-        if not jax.tree_util.all_leaves([operand]):
-            raise PlantError(
-                f"got an operand of structure {jax.tree.structure(operand)} for a value of "
-                f"structure {jax.tree.structure(value)}; wanted the same, or one array"
-            )
-        operand = jax.tree.map(lambda _: operand, value)
-    return jax.tree.map(lambda x, y: op(x, _operand(y, x)) if is_array(x) else x, value, operand)
-
-
-def _operand(operand: Any, like: Any) -> Any:
-    """`operand` with the shape and dtype of `like`."""
-    operand = jnp.asarray(operand)
-    if jnp.issubdtype(like.dtype, jax.dtypes.extended):
-        raise PlantError(
-            f"got arithmetic for a value of type {_types.describe(like)}, which has none"
-        )
-    if operand.dtype not in (like.dtype, bool) and not _types.number_fits(
-        operand.dtype, like.dtype
-    ):
-        raise PlantError(
-            f"got an operand of type {_types.describe(operand)} for {_types.describe(like)}"
-        )
-    try:
-        operand = jnp.broadcast_to(operand.astype(like.dtype), like.shape)
-    except ValueError:
-        raise PlantError(
-            f"got an operand of type {_types.describe(operand)}, which does not broadcast to "
-            f"{_types.describe(like)}"
-        ) from None
-    return _compat.placed_like(operand, jax.typeof(like))

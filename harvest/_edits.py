@@ -71,6 +71,8 @@ def add(value: Any) -> Edit:
 
     - `value`: an array or a number that broadcasts to each array of the site (trailing axes
         aligned, as in numpy), or a pytree of these like the site's. It is cast to the site's dtype.
+        To a value of a hi type that is a vector space (its own type of tangents) only one of that
+        very type is added, by its `vspace_add`.
 
     **Returns:**
 
@@ -96,7 +98,7 @@ def scale(factor: Any) -> Edit:
 
     **Arguments:**
 
-    - `factor`: as the value of [`harvest.add`][].
+    - `factor`: as the value of [`harvest.add`][]; hi types cannot be scaled.
 
     **Returns:**
 
@@ -106,7 +108,7 @@ def scale(factor: Any) -> Edit:
 
 
 def zero() -> Edit:
-    """Replace the value of a site by zeros: ablation.
+    """Replace the value of a site by zeros: ablation. Of a hi type, by its `vspace_zero`.
 
     !!! Example
 

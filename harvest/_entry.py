@@ -18,6 +18,9 @@ from ._types import Dim
 PREDICATE = "the predicate of a `while_loop`"
 BATCHED_WHILE = "a `while_loop` whose predicate `vmap` batched"
 
+# A loop that does not know how to stack values of a hi type.
+UNSTACKED = "a loop that cannot stack its hi type"
+
 
 class CondSum(eqx.Module):
     """What was collected in a `cond` or `switch` whose branches sow different things.
@@ -135,10 +138,13 @@ class Entry:
 
         A loop whose length is not known (None) cannot: what is read there has to be folded.
         """
-        type = self.type
+        type, blocked = self.type, self.blocked
         if length is not None:
-            type = jax.tree.map(lambda aval: _types.stacked(aval, length), type)
-        return dataclasses.replace(self, type=type, loops=(length, *self.loops))
+            try:
+                type = jax.tree.map(lambda aval: _types.stacked(aval, length), type)
+            except NotImplementedError:  # by the user's `HiType`
+                blocked = blocked or UNSTACKED
+        return dataclasses.replace(self, type=type, blocked=blocked, loops=(length, *self.loops))
 
     def in_lanes(self, lanes: tuple[Dim, ...], varies: bool) -> "Entry":
         """As seen from outside a `while_loop` whose predicate `vmap` has batched.

@@ -20,6 +20,7 @@ from ._errors import PlantError, SelectError, UnsupportedError
 from ._fit import known
 from ._fork import Cell, Index
 from ._grid import NoGrid, PerExample, as_grid
+from ._lowered import on_arrays
 from ._plan import resolve_keys
 from ._plan_probes import is_sum, plantable
 from ._select import check_found, check_select, is_static, matches
@@ -104,9 +105,7 @@ class Experiments(Transformed):
             return lambda index, number: edit
 
         def edit_at(index: Index, number: Any) -> Edit:
-            # Numpy arrays take no traced index.
-            item = lambda leaf: jnp.asarray(leaf)[index] if is_array(leaf) else leaf
-            here = jax.tree.map(item, source)
+            here = jax.tree.map(lambda leaf: _item(leaf, index) if is_array(leaf) else leaf, source)
             row = () if isinstance(self.grid, NoGrid) else (self.grid.row(number),)
             return Swept(edit.fn, here, row)
 
@@ -134,12 +133,17 @@ class Experiments(Transformed):
             )
         loops = known(entry.loops)
         for leaf in filter(is_array, jax.tree.leaves(value)):
-            if leaf.shape[: len(loops)] != loops:
+            if _types.leading(leaf, len(loops)) != loops:
                 raise PlantError(
                     f"`source` got {_types.describe(leaf)} for {entry.describe()}; wanted the axes "
                     f"{loops} of the loops around it in front, as `reap` returns it"
                 )
         return (value,)
+
+
+def _item(leaf: Any, index: Index) -> Any:
+    # Numpy arrays take no traced index.
+    return on_arrays(lambda x: jnp.asarray(x)[index], leaf)
 
 
 def _checked_edit(edit: Any) -> Edit:
@@ -209,14 +213,14 @@ def _batch_axes(
     fronted = []
     for axes in positions:
         numbers = itertools.count()
-        fronted.append(tuple(None if axis is None else next(numbers) for axis in axes))
+        fronted.append(tuple(next(numbers) if isinstance(a, int) else a for a in axes))
     pairs = zip(leaves, fronted, strict=True)
-    own = [leaf.shape[: len(axes) - axes.count(None)] for leaf, axes in pairs]
+    own = [_types.leading(leaf, len(axes) - axes.count(None)) for leaf, axes in pairs]
     return batch_sizes(leaves, fronted), own
 
 
 def _check_batch(leaf: Any, sizes: tuple[int, ...], what: str, once: str) -> None:
-    if leaf.shape[: len(sizes)] != sizes:
+    if _types.leading(leaf, len(sizes)) != sizes:
         raise PlantError(
             f"{what} got {_types.describe(leaf)} for one {once}; wanted the axes {sizes} that "
             "`vmap` gives to the site in front"

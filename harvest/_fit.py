@@ -11,7 +11,7 @@ from . import _compat, _types
 from ._edit_nodes import Branches, Chain, Each, Edit, Replace
 from ._entry import CondSum, Entry
 from ._errors import PlantError
-from ._probe import Probe, Push, as_tangent, has_derivative
+from ._probe import Probe, Push, as_arrays, as_tangent
 from ._structure import HOLE, Structure, is_array, same_static
 
 Mode = Literal["strict", "append"]
@@ -40,9 +40,10 @@ def fit(value: Any, structure: Structure, avals: Sequence[Any], where: str) -> l
 
 
 def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str) -> Any:
-    if _compat.is_hi(leaf) or not hasattr(wanted, "shape"):
+    if _compat.is_hi(leaf) or _compat.is_hi_type(wanted):
         if not _compat.is_hi(leaf) or jax.typeof(leaf) != wanted:
-            raise PlantError(f"got {_types.describe(leaf)}{at}, wanted {wanted}, for {where}")
+            got = _types.describe(leaf)
+            raise PlantError(f"got {got}{at}, wanted {_types.short(wanted)}, for {where}")
         return leaf
     if not is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
         raise PlantError(
@@ -108,7 +109,7 @@ def _replacing(value: Any, entry: Entry, avals: Sequence[Any], stacked: bool) ->
 
 
 def _pushing(value: Any, entry: Entry, avals: Sequence[Any], stacked: bool) -> Edit:
-    """An edit that lets a tangent in: only floating-point arrays have one."""
+    """An edit that lets a tangent in."""
     structure, where = entry.marker.label.structure, entry.describe()
     leaves, treedef = jax.tree.flatten(value)
     if treedef == structure.treedef:
@@ -122,10 +123,11 @@ def _pushing(value: Any, entry: Entry, avals: Sequence[Any], stacked: bool) -> E
 
 
 def _fit_tangent(leaf: Any, wanted: Any, where: str) -> Any:
-    if not hasattr(wanted, "dtype"):
-        raise PlantError(f"got a tangent of the hi type {wanted}, for {where}; sow its components")
-    if has_derivative(wanted):
-        return _fit_leaf(leaf, wanted, "", where)
+    tangent = _types.tangent_of(wanted)
+    if tangent is not None:
+        return as_arrays(_fit_leaf(leaf, tangent, "", where))
+    if _compat.is_hi_type(wanted):
+        return None
     if getattr(leaf, "shape", ()) != wanted.shape:
         raise PlantError(
             f"got {_types.describe(leaf)} for {_types.short(wanted)}, wanted zeros of dtype float0 "

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import equinox as eqx
 import jax
 
-from . import _types
+from . import _compat, _types
 from ._errors import SelectError
 from ._structure import Packed, Structure
 
@@ -54,12 +54,12 @@ class Fold(eqx.Module):
     like_value: ClassVar[bool] = False
 
     def init(self, aval: Any) -> Any:
-        """The state before the first iteration: a pytree of arrays.
+        """The state before the first iteration: a pytree of arrays, and of values of hi types.
 
         **Arguments:**
 
         - `aval`: the type of the value, in one iteration and for one example of a batch: a pytree
-            like the sown one, with a `jax.ShapeDtypeStruct` for each array.
+            like the sown one, with a `jax.ShapeDtypeStruct` for each array, or a `HiType`.
         """
         raise NotImplementedError
 
@@ -147,7 +147,7 @@ def result_type(fn: Callable[[Any], Any], aval: Any) -> Any:
 
 
 def is_type(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
+    return isinstance(leaf, jax.ShapeDtypeStruct) or _compat.is_hi_type(leaf)
 
 
 def flat_index(index: Sequence[Any], lengths: Sequence[int]) -> Any:

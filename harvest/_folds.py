@@ -15,16 +15,19 @@ from . import _compat, _types
 from ._errors import SelectError
 from ._fold import Fold, Level, flat_index, is_type
 from ._fold_results import Moments, Stack, TopK
+from ._lowered import on_arrays, zeros
 from ._structure import is_array
 
 
 def _each(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`fn` of the arrays (or of their types), with static leaves as they are."""
-    return jax.tree.map(
-        lambda leaf, *others: fn(leaf, *others) if is_array(leaf) or is_type(leaf) else leaf,
-        tree,
-        *rest,
-    )
+
+    def of_leaf(leaf: Any, *others: Any) -> Any:
+        if is_array(leaf):
+            return on_arrays(fn, leaf, *others)
+        return fn(leaf, *others) if is_type(leaf) else leaf
+
+    return jax.tree.map(of_leaf, tree, *rest)
 
 
 def _full(aval: Any, value: Any, dtype: Any = None) -> Any:
@@ -33,14 +36,14 @@ def _full(aval: Any, value: Any, dtype: Any = None) -> Any:
 
 
 def _rows(value: Any, length: int) -> Any:
-    return jnp.broadcast_to(value, (length, *value.shape))
+    return on_arrays(lambda x: jnp.broadcast_to(x, (length, *x.shape)), value)
 
 
 class LastFold(Fold):
     like_value = True
 
     def init(self, aval):
-        return _each(_compat.zeros, aval)
+        return _each(zeros, aval)
 
     def update(self, state, value, index):
         return value
@@ -115,6 +118,7 @@ class MeanFold(Fold):
 
 
 def _mean_dtype(aval: Any) -> Any:
+    _check_numbers(aval)
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         raise SelectError(f"got a fold that adds, and values of type {_types.short(aval)}")
     return jax.eval_shape(jnp.mean, aval).dtype
@@ -135,13 +139,24 @@ class MaximumFold(Fold):
     like_value = True
 
     def init(self, aval):
-        return _each(lambda a: _full(a, _lowest(a.dtype)), aval)
+        return _each(lambda a: _full(a, _lowest(a)), aval)
 
     def update(self, state, value, index):
         return _each(jnp.maximum, state, value)
 
 
-def _lowest(dtype: Any) -> Any:
+def _check_numbers(aval: Any) -> None:
+    if _compat.is_hi_type(aval):
+        raise SelectError(
+            f"got a fold of numbers, and values of the hi type {aval}; wanted `at`, `count`, "
+            "`every`, `last`, `stack`, your own `Fold`, or a fold of a function of the value, as "
+            "`folds.mean().of(fn)`"
+        )
+
+
+def _lowest(aval: Any) -> Any:
+    _check_numbers(aval)
+    dtype = aval.dtype
     if jnp.issubdtype(dtype, jnp.bool_):
         return False
     if jnp.issubdtype(dtype, jnp.integer):
@@ -198,7 +213,7 @@ class HistogramFold(Fold):
     bins: Array
 
     def init(self, aval):
-        _each(lambda a: _lowest(a.dtype), aval)  # which checks that there is an order
+        _each(lambda a: _lowest(a), aval)  # which checks that there is an order
         return _each(lambda _: jnp.zeros(self.bins.size - 1, int), aval)
 
     def update(self, state, value, index):
@@ -231,7 +246,7 @@ class TopKFold(Fold):
         return TopKFold(self.k, len(lengths)), (Level(),) * len(lengths)
 
     def init(self, aval):
-        values = _each(lambda a: _rows(_full(a, _lowest(a.dtype)), self.k), aval)
+        values = _each(lambda a: _rows(_full(a, _lowest(a)), self.k), aval)
         indices = _each(lambda a: _rows(_full(a, -1, int), self.k), aval)
         return values, (indices,) * self.loops, jnp.zeros((), int)
 
@@ -280,7 +295,7 @@ class EveryFold(Fold):
 
     def init(self, aval):
         size = -(-math.prod(self.lengths) // self.n)
-        return _each(lambda a: _rows(_compat.zeros(a), size), aval)
+        return _each(lambda a: _rows(zeros(a), size), aval)
 
     def update(self, state, value, index):
         if not math.prod(self.lengths):
@@ -295,7 +310,7 @@ class StackFold(Fold):
     max_steps: int = eqx.field(static=True)
 
     def init(self, aval):
-        values = _each(lambda a: _rows(_compat.zeros(a), self.max_steps), aval)
+        values = _each(lambda a: _rows(zeros(a), self.max_steps), aval)
         return values, jnp.zeros((), int)
 
     def update(self, state, value, index):

@@ -42,14 +42,14 @@ def is_split(sharding: Any) -> bool:
 
 def nbytes_of(aval: Any) -> int:
     """The size of a value, in bytes."""
-    if not hasattr(aval, "shape"):
+    if _compat.is_hi_type(aval):
         return sum(map(nbytes_of, aval.lo_ty()))
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def nbytes_per_device(aval: Any) -> int:
     """The size of what each device has of a value, in bytes."""
-    if not hasattr(aval, "shape"):
+    if _compat.is_hi_type(aval):
         return sum(map(nbytes_per_device, aval.lo_ty()))
     return math.prod(map(_size_per_device, _types.dims(aval))) * aval.dtype.itemsize
 

@@ -1,6 +1,7 @@
 """Running a program on from its sites, again and again: what comes before is evaluated once."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from ._edit_nodes import At, Chain, Edit, Loop
 from ._entry import Entry
 from ._errors import UnsupportedError
 from ._interpreter import Actions, Env, Inside, Replay, Step
+from ._lowered import on_arrays
 from ._markers import is_side_effect
 
 Index = tuple[Any, ...]  # an iteration of the loops around a site, outermost first
@@ -209,13 +211,14 @@ def _is_forward_scan(step: Step) -> bool:
         return False
     params = _compat.scan_params(step.eqn)
     effects = any(map(is_side_effect, step.eqn.effects))
-    lowered = not any(_compat.is_hi_type(v.aval) for v in step.eqn.invars)
-    return lowered and not effects and not params.options["reverse"]
+    return not effects and not params.options["reverse"]
 
 
 def _at(stacked: Any, i: Any) -> Any:
-    return jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, i, keepdims=False), stacked)
+    item = lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False)
+    return jax.tree.map(functools.partial(on_arrays, item), stacked)
 
 
 def _set(stacked: Any, i: Any, new: Any) -> Any:
-    return jax.tree.map(lambda v, n: lax.dynamic_update_index_in_dim(v, n, i, 0), stacked, new)
+    put = lambda x, n: lax.dynamic_update_index_in_dim(x, n, i, 0)
+    return jax.tree.map(functools.partial(on_arrays, put), stacked, new)

@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from . import _compat
 from ._checks import check_mode
 from ._differentiate import DifferentiatedSite, backward_pass, value_and_aux
 from ._errors import GradError
 from ._fit import Mode
 from ._plan import resolve
 from ._plan_probes import is_sum, plan_probes
-from ._probe import BRANCH
+from ._probe import BRANCH, has_derivative
 from ._select import is_static, pairs_of
 from ._stage import Place, Program, Transformed, trace_afresh
 
@@ -65,7 +66,8 @@ def grad(
     A function of the arguments of `fn` that returns a dict `{key: gradient}`, in call order. A
     gradient has the form in which `reap` returns the value: zeros where the result does not depend
     on the site, or where it did not run (a branch of a `cond` that is not taken); `float0` for
-    integers, as in JAX, and None for static leaves. With `argnums`, a pair of that and the
+    integers, as in JAX, and None for static leaves; at a value of a hi type, of the cotangent type
+    that its type says. With `argnums`, a pair of that and the
     gradients of the arguments; with `has_aux`, a pair of all that and the second item.
 
     What `fn` sows can still be collected: `capture(grad(fn))` returns gradients and values. (JAX
@@ -156,7 +158,7 @@ class Grad(Transformed):
         plan = plan._replace(actions=[action and BRANCH for action in plan.actions])
         sites = [DifferentiatedSite.of(probed.entry, probed.reducer) for probed in plan.probed]
         places = _places(program, self.argnums, len(args))
-        inputs = {p: jnp.asarray(program.leaves[p]) for tree in places for p in _positions(tree)}
+        inputs = {p: _input(program.leaves[p]) for tree in places for p in _positions(tree)}
         split = functools.partial(value_and_aux, has_aux=self.has_aux)
         done = backward_pass(program, plan, sites, inputs, split)
         branches = iter(done.reads)
@@ -199,7 +201,13 @@ def _places(program: Program, argnums: int | tuple[int, ...], count: int) -> lis
 
 
 def _is_inexact(leaf: Any) -> bool:
+    if _compat.is_hi(leaf):
+        return has_derivative(jax.typeof(leaf))
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def _input(leaf: Any) -> Any:
+    return leaf if _compat.is_hi(leaf) else jnp.asarray(leaf)
 
 
 def _positions(tree: Any) -> list[int]:

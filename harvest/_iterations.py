@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from . import _types
+from . import _compat, _types
 from ._errors import PlantError
 from ._structure import is_array
 
@@ -18,9 +18,8 @@ def checked_indices(index: Any) -> tuple[Any, ...]:
 def _checked(index: Any) -> Any:
     if isinstance(index, list):
         index = np.asarray(index)
-    if isinstance(index, bool) or not (
-        isinstance(index, int | slice) or index is ... or is_array(index)
-    ):
+    traced = is_array(index) and not _compat.is_hi(index)
+    if isinstance(index, bool) or not (isinstance(index, int | slice) or index is ... or traced):
         raise PlantError(
             f"`at` got the index {index!r} of type `{type(index).__name__}`; wanted an int, a "
             "slice, an array of integers or booleans, `...`, or a tuple of these"

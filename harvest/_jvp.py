@@ -5,7 +5,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 
 from . import _compat
 from ._checks import check_mode
@@ -14,6 +13,7 @@ from ._entry import CondSum
 from ._errors import PlantError
 from ._fit import Mode
 from ._interpreter import Replay
+from ._lowered import zeros_like
 from ._plan import plan_reads, resolve
 from ._plan_plants import plan_plants
 from ._probe import Push, as_tangent
@@ -38,7 +38,6 @@ def jvp(
 
         ```python
         import harvest
-        import jax.numpy as jnp
 
         def f(x):
             h = harvest.sow(x**2, name="h")
@@ -129,8 +128,8 @@ class Jvp(Transformed):
             return pack(program.result(outs)), [pack(value) for _, value in pairs]
 
         keys: list[str] = []
-        zeros = jax.tree.map(_zeros_like, arrays)
-        (out, values), (out_tangent, tangents) = jax.jvp(pushed, (zeros,), (arrays,))
+        at = jax.tree.map(_zeros_like, arrays)
+        (out, values), (out_tangent, tangents) = jax.jvp(pushed, (at,), (arrays,))
         by_key = [
             (key, _with_index(value.unflatten(), _tangent(tangent)))
             for key, value, tangent in zip(keys, values, tangents, strict=True)
@@ -141,7 +140,7 @@ class Jvp(Transformed):
 
 def _zeros_like(array: Any) -> Any:
     with _compat.mesh_of([jax.typeof(array)]):
-        return jnp.zeros_like(array)
+        return zeros_like(array)
 
 
 def _pushes(tangent: Any, mode: Mode) -> Any:

@@ -17,7 +17,10 @@ import jax
 from jax.experimental.hijax import GradAccum, HiPrim, Zero, instantiate_zeros
 
 from . import _compat, _types
+from ._batching import Axis
 from ._errors import warn
+from ._hi_axes import tangent_from_front, tangent_to_front
+from ._hi_types import HiAxis
 from ._structure import Structure
 
 
@@ -54,7 +57,7 @@ class Label:
 
 
 # For each leaf, the axis that each `vmap` added (None if that one left it unbatched).
-Positions = tuple[tuple[int | None, ...], ...]
+Positions = tuple[tuple[Axis, ...], ...]
 
 
 class Marker(HiPrim):
@@ -112,15 +115,18 @@ class Marker(HiPrim):
         return self(*primals), None, self.outs(tuple(nzs_in))
 
     def batch(self, axis_data, args, dims):
-        def shifted(axes: tuple[int | None, ...], new: Any) -> tuple[int | None, ...]:
-            if not isinstance(new, int):  # unbatched, or the `MappingSpec` of a hi type
+        def shifted(axes: tuple[Any, ...], new: Any, aval: Any) -> tuple[Axis, ...]:
+            if new is None:
                 return (None, *axes)
+            if _compat.is_hi_type(aval):
+                return (HiAxis(new, axis_data.size), *axes)
             return (new, *(a if a is None or a < new else a + 1 for a in axes))
 
+        avals = [jax.typeof(x) for x in args]
         batched = type(self)(
-            [jax.typeof(x) for x in args],
+            avals,
             self.label,
-            tuple(map(shifted, self.positions, dims)),
+            tuple(map(shifted, self.positions, dims, avals)),
             self.selected or _compat.batching_a_predicate(),
             self.split | _compat.spmd_axes(axis_data),
         )
@@ -185,24 +191,40 @@ class Perturb(Marker):
         nonzero = [not isinstance(t, Zero) for t in tangents]
         if not any(nonzero):
             return tangents
-        filled = [instantiate_zeros(t) for t in tangents]
-        avals = [jax.typeof(t) for t in filled]
-        prim = PerturbTangent(avals, self.label, self.positions, split=self.split)
-        outs = prim(*filled)
+        fronted, positions = self._fronted(tangents)
+        avals = [jax.typeof(t) for t in fronted]
+        prim = PerturbTangent(avals, self.label, positions, split=self.split)
+        outs = self._from_front(prim(*fronted))
         return tuple(o if nz else t for o, nz, t in zip(outs, nonzero, tangents, strict=True))
 
     def vjp_bwd(self, res, outgrad, *arg_accums):
         return self.sow_cotangent(outgrad, arg_accums)
 
+    def _fronted(self, tangents: Sequence[Any]) -> tuple[list[Any], Positions]:
+        """Tangents, and their positions: those of hi types have them in front."""
+        rows = zip(map(instantiate_zeros, tangents), self.in_avals, self.positions, strict=True)
+        pairs = [
+            tangent_to_front(tangent, aval, axes) if _compat.is_hi_type(aval) else (tangent, axes)
+            for tangent, aval, axes in rows
+        ]
+        return [tangent for tangent, _ in pairs], tuple(axes for _, axes in pairs)
+
+    def _from_front(self, tangents: Sequence[Any]) -> list[Any]:
+        rows = zip(tangents, self.in_avals, self.positions, strict=True)
+        return [
+            tangent_from_front(tangent, aval, axes) if _compat.is_hi_type(aval) else tangent
+            for tangent, aval, axes in rows
+        ]
+
     def sow_cotangent(self, cts: Sequence[Any], accums: Sequence[Any]) -> dict[str, Any] | None:
         """Sow the cotangents, and give the sown ones to the inputs."""
-        filled = [instantiate_zeros(ct) for ct in cts]
-        cts = mark(filled, self.label, self.positions, self.split)
-        _accumulate(cts, accums)
+        fronted, positions = self._fronted(cts)
+        sown = mark(fronted, self.label, positions, self.split)
+        _accumulate(self._from_front(sown), accums)
         if not self.label.log:
             return None
         # As JAX's rules log under `vmap`, and as it is collected.
-        logged = _types.axes_to_front(cts, self.positions)
+        logged = _types.axes_to_front(sown, positions)
         return {self.label.name: self.label.structure.unflatten(logged)}
 
 

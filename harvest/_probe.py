@@ -1,16 +1,17 @@
 """Edits that change nothing but derivatives: tangents enter, and cotangents leave, at sites."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from . import _compat
+from . import _compat, _hi_types, _types
 from ._batching import Positions, over_examples
 from ._edit_nodes import Branches, Chain, Each, Edit
 from ._entry import CondSum, Entry
+from ._lowered import Lowered, raised, zeros
 from ._reading import Mapped, Reading
 from ._structure import HOLE, Packed, Structure, is_array
 
@@ -18,7 +19,7 @@ from ._structure import HOLE, Packed, Structure, is_array
 class Probe(Edit):
     """The identity of a value, with the derivative of `value + eps`.
 
-    `eps` has an array for each array of the value, and None where it has no derivative. It is
+    `eps` has a tangent for each array of the value, and None where it has no derivative. It is
     never read: in a compiled program it costs nothing.
     """
 
@@ -26,7 +27,7 @@ class Probe(Edit):
 
     def apply(self, value, context):
         leaves, structure = Structure.flatten(value, is_array)
-        pairs = zip(leaves, _sliced(self.eps), strict=True)
+        pairs = zip(leaves, raised(_sliced(self.eps)), strict=True)
         return structure.unflatten(v if e is None else with_tangent_of(v, e) for v, e in pairs)
 
 
@@ -39,7 +40,9 @@ def with_tangent_of(value: Any, eps: Any) -> Any:
 @with_tangent_of.defjvp
 def _(primals, tangents):
     tangent, entering = tangents
-    if tangent.dtype != jax.dtypes.float0:
+    if _compat.is_hi(tangent):
+        tangent = jax.typeof(tangent).vspace_add(tangent, entering)
+    elif tangent.dtype != jax.dtypes.float0:
         tangent = tangent + entering
     return with_tangent_of(*primals), tangent
 
@@ -118,7 +121,7 @@ class Branch(Mapped):
 BRANCH = Reading((Branch(),), single=True)
 
 
-def as_tangent(structure: Structure, leaves: Sequence[Any]) -> Any:
+def as_tangent(structure: Structure, leaves: Iterable[Any]) -> Any:
     """A pytree like a sown value, with None for leaves that have no derivative."""
     rest = iter(leaves)
     filled = [next(rest) if static is HOLE else None for static in structure.statics]
@@ -134,11 +137,31 @@ def is_probe(edit: Edit) -> bool:
 
 def zeros_at(entry: Entry) -> Any:
     """A zero tangent of what is read at an entry: None for each leaf without derivative."""
-    return jax.tree.map(lambda a: _compat.zeros(a) if has_derivative(a) else None, entry.type)
+    return jax.tree.map(zero_tangent, entry.type)
+
+
+def zero_tangent(aval: Any) -> Any:
+    """A zero tangent, to be differentiated: of a hi type as arrays.
+
+    For JAX does not transpose a `cond`, nor a `checkpoint`, by an argument that has cotangents of a
+    hi type.
+    """
+    tangent = _types.tangent_of(aval)
+    if tangent is None:
+        return None
+    if _compat.is_array_type(tangent):
+        return _compat.zeros(tangent)
+    return as_arrays(zeros(tangent) if _hi_types.is_linear(tangent) else tangent.vspace_zero())
+
+
+def as_arrays(tangent: Any) -> Any:
+    """A tangent as arrays if it is of a hi type, and its arrays are linear in it."""
+    hi = _compat.is_hi(tangent) and _hi_types.is_linear(jax.typeof(tangent))
+    return Lowered.of(tangent) if hi else tangent
 
 
 def has_derivative(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
+    return _types.tangent_of(aval) is not None
 
 
 def probing(

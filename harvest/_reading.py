@@ -15,6 +15,7 @@ from ._edit_nodes import Loop
 from ._entry import CondSum, Entry
 from ._errors import HarvestError, SelectError
 from ._fold import Fold, Level
+from ._lowered import lowered, raised
 from ._markers import Marker
 from ._shards import Layout, Shards, axes_named_in, inside
 from ._slots import assembled
@@ -102,6 +103,7 @@ class Slot(eqx.Module):
     """The state of a fold, and how often it was updated.
 
     Each array has an axis for each loop that is not folded, then the batch axes of the value.
+    Values of hi types are there as arrays.
     """
 
     state: Packed
@@ -137,10 +139,11 @@ class Folded(Part):
         index = tuple(loop.index for loop, x in zip(loops, levels, strict=True) if x.folded)
 
         def updated(leaves, slot):
-            value = marker.label.structure.unflatten(leaves)
+            value, before = marker.label.structure.unflatten(leaves), raised(slot.state.unflatten())
             with _compat.mesh_of(marker.in_avals):
-                state = Packed.pack(self.fold.update(slot.state.unflatten(), value, index))
-            return Slot(_checked(state, slot.state, self.fold), slot.count + 1)
+                state = Packed.pack(self.fold.update(before, value, index))
+            checked = _checked(state, Packed.pack(before), self.fold)
+            return Slot(in_slot(checked), slot.count + 1)
 
         update = over_examples(updated, marker.positions)
         for _ in self.lanes:
@@ -152,8 +155,9 @@ class Folded(Part):
 
     def result(self, entry, read):
         def finish(slot):
+            state = raised(slot.state.unflatten())
             with _compat.mesh_of(entry.marker.in_avals):
-                return Packed.pack(self.fold.finish(slot.state.unflatten(), slot.count))
+                return in_slot(Packed.pack(self.fold.finish(state, slot.count)))
 
         for shards in reversed(entry.shards):
             axes = [0 if shards.differing(v) else None for v in self.varying]
@@ -165,7 +169,7 @@ class Folded(Part):
         finished = finish(read)
         if self.fold.like_value and entry.marker.label.spec:
             finished = self._assembled(finished, entry, front)
-        return finished.unflatten()
+        return raised(finished.unflatten())
 
     def _assembled(self, finished: Packed, entry: Entry, front: int) -> Packed:
         """The result with global arrays by their specs, where these say how all shards differ."""
@@ -222,6 +226,11 @@ def _of_slot(shards: Shards, varying: frozenset[str], front: int, leaf: Any) -> 
     return shards.stacked(axes, front, leaf.ndim - bool(axes))
 
 
+def in_slot(state: Packed) -> Packed:
+    """A state as it is carried on: values of hi types as arrays."""
+    return Packed.pack(lowered(state.unflatten()))
+
+
 def _assembled(entry: Entry, read: Any, leaf: Callable[[Entry, Any], Any]) -> Any:
     """The value of a site, from what was read in the branches of the `cond`s around it."""
     if entry.branches is None:
@@ -247,8 +256,7 @@ def _checked(state: Packed, before: Packed, fold: Fold) -> Packed:
     leaves = []
     for new, old in zip(state.leaves, before.leaves, strict=True):
         got, wanted = jax.typeof(new), jax.typeof(old)
-        weak = got.weak_type and _types.number_fits(got.dtype, wanted.dtype)
-        if got.shape != wanted.shape or (got.dtype != wanted.dtype and not weak):
+        if not _fits(got, wanted):
             raise SelectError(
                 f"`update` of {_name(fold)} returned a state of type {_types.short(got)}; wanted "
                 f"that of `init`, {_types.short(wanted)}"
@@ -259,8 +267,16 @@ def _checked(state: Packed, before: Packed, fold: Fold) -> Packed:
                 f"`update` of {_name(fold)} returned a state that differs along the mesh axes "
                 f"{sorted(further)}, along which the value does not"
             )
-        leaves.append(_compat.placed_like(jnp.asarray(new, wanted.dtype), wanted))
+        hi = _compat.is_hi_type(got)
+        leaves.append(new if hi else _compat.placed_like(jnp.asarray(new, wanted.dtype), wanted))
     return Packed(leaves, state.structure)
+
+
+def _fits(got: Any, wanted: Any) -> bool:
+    if _compat.is_hi_type(got) or _compat.is_hi_type(wanted):
+        return got == wanted
+    weak = got.weak_type and _types.number_fits(got.dtype, wanted.dtype)
+    return got.shape == wanted.shape and (got.dtype == wanted.dtype or weak)
 
 
 def _name(fold: Fold) -> str:

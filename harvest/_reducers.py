@@ -12,8 +12,9 @@ from . import _compat, _types
 from ._entry import Entry
 from ._errors import SelectError
 from ._fold import Fold, Level
+from ._lowered import raised
 from ._markers import Marker
-from ._reading import Folded, Mapped, Part, Reading, Slot, Whole, located
+from ._reading import Folded, Mapped, Part, Reading, Slot, Whole, in_slot, located
 from ._shards import inside
 from ._slots import made_in_shards, varying
 from ._structure import Bound, Packed
@@ -92,7 +93,7 @@ def _folded(fold: Fold, entry: Entry) -> Folded:
     def leaves(held: tuple[Fold, Any]) -> list[Any]:
         with _compat.mesh_of(first.marker.in_avals):
             fold, count = held
-            state = Packed.pack(fold.init(_example_type(first.marker)))
+            state = in_slot(Packed.pack(fold.init(_example_type(first.marker))))
             state = _sharded(state, fold, first, folded)
             count = _compat.in_this_mesh(count)
             return [_broadcast(leaf, front) for leaf in (*state.leaves, count)]
@@ -107,7 +108,8 @@ def _initial(fold: Fold, entry: Entry) -> Packed:
     """The types of the state of a fold before the first iteration."""
 
     def types(fold: Fold) -> Packed:
-        return _types.result_types(lambda: Packed.pack(fold.init(_example_type(entry.marker))))
+        make = lambda: in_slot(Packed.pack(fold.init(_example_type(entry.marker))))
+        return _types.result_types(make)
 
     with _compat.mesh_of(entry.marker.in_avals):
         return inside(entry.shards, types, fold)
@@ -120,9 +122,9 @@ def _sharded(state: Packed, fold: Fold, entry: Entry, folded: int) -> Packed:
         return state
 
     def updated(leaves: list[Any], value: list[Any], index: Any) -> list[Any]:
-        before = Packed(leaves, state.structure).unflatten()
+        before = raised(Packed(leaves, state.structure).unflatten())
         after = fold.update(before, marker.label.structure.unflatten(value), index)
-        return Packed.pack(after).leaves
+        return in_slot(Packed.pack(after)).leaves
 
     value = list(map(_types.unbatched, marker.in_avals, marker.positions))
     index = (jax.ShapeDtypeStruct((), jnp.int32),) * folded

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax
 
-from . import _types
+from . import _compat, _types
 from ._batching import batch_sizes
 from ._entry import Entry
 from ._errors import UnknownSiteError, nearest
@@ -64,7 +64,7 @@ class Site:
     - `occurrence`: how many sites of the same key came before.
     - `kind`: `"sow"`, or `"cotangent"` for one made by `perturb`.
     - `aval`: the type of the value as it is sown, in one iteration, for one example of a batch: a
-        pytree of `jax.ShapeDtypeStruct`, with static leaves as they are.
+        pytree of `jax.ShapeDtypeStruct` and `HiType`, with static leaves as they are.
     - `axes`: what the structures around it put in front of that: [`harvest.Axis`][]s, those of
         loops outermost first, then those of batches.
     - `branch`: the branches of the innermost `cond` around it that have it; `None` outside.
@@ -130,14 +130,18 @@ def _specs(entry: Entry, avals: Sequence[Any], axes: Sequence[Axis]) -> Iterator
         types = entry.type
     arrays = iter(types)
     for static in entry.marker.label.structure.statics:
-        leaf = next(arrays) if static is HOLE else static
-        yield _types.short(leaf) if hasattr(leaf, "shape") else str(leaf)
+        yield _types.short(next(arrays)) if static is HOLE else str(static)
 
 
 def _in_front(sizes: tuple[int, ...], aval: Any) -> Any:
-    if not hasattr(aval, "shape"):
-        return aval
-    return jax.ShapeDtypeStruct((*sizes, *aval.shape), aval.dtype)
+    if not _compat.is_hi_type(aval):
+        return jax.ShapeDtypeStruct((*sizes, *aval.shape), aval.dtype)
+    try:
+        for size in reversed(sizes):
+            aval = _types.stacked(aval, size)
+    except NotImplementedError:  # by the user's `HiType`, which cannot be collected there
+        pass
+    return aval
 
 
 def _loops(entry: Entry) -> tuple[int | None, ...]:

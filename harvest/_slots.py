@@ -9,6 +9,7 @@ import jax
 from . import _compat, _types
 from ._entry import Entry
 from ._fold import Fold
+from ._lowered import lowered, raised
 from ._shards import WHOLE, Layout, Shards, inside
 from ._structure import Packed, Structure, is_array
 
@@ -31,8 +32,8 @@ def varying(fold: Fold, entry: Entry, state: Packed, folded: int) -> tuple[froze
         leaves = list(map(_compat.varying_along, leaves, axes))
         differing = [_compat.varying(aval) | entry.uneven for aval in marker.in_avals]
         value = structure.unflatten(map(_compat.varying_along, value, differing))
-        before = Packed(leaves, state.structure).unflatten()
-        return Packed.pack(fold.update(before, value, index))
+        before = raised(Packed(leaves, state.structure).unflatten())
+        return Packed.pack(lowered(fold.update(before, value, index)))
 
     def plain(avals: Sequence[Any]) -> list[Any]:
         return [_types.array_type(aval.shape, aval.dtype, aval.weak_type) for aval in avals]

@@ -5,9 +5,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from . import _compat
+from . import _compat, _types
 from ._compat import UserScope
 from ._errors import SowError, UnsupportedError
 from ._markers import Label, Perturb, mark
@@ -40,7 +39,7 @@ def sow(value: Any, *, name: str, spec: Any = None) -> Any:
 
     **Arguments:**
 
-    - `value`: any pytree. Arrays (and values of a `HiType`) can be collected and replaced; static
+    - `value`: any pytree. Arrays and values of a `HiType` can be collected and replaced; static
         leaves (ints, bools, strings, `None`, Python floats, functions) come back unchanged, are
         collected as they are, and cannot be planted.
     - `name`: a non-empty string without `/`. Use [`harvest.scope`][] to nest names.
@@ -161,9 +160,7 @@ def perturb(value: Any, *, name: str, log: bool = False, spec: Any = None) -> An
 
 
 def _is_differentiable(leaf: Any) -> bool:
-    if _compat.is_hi(leaf):
-        return True
-    return is_array(leaf) and jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact)
+    return is_array(leaf) and _types.tangent_of(jax.typeof(leaf)) is not None
 
 
 def scope(name: str) -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ._errors import SelectError, UnknownSiteError, nearest
+from ._lowered import on_arrays
 from ._select import glob
 from ._types import describe
 
@@ -59,7 +60,11 @@ def stacked(acts: Mapping[str, Any], pattern: str) -> Any:
                 f"`stacked`: cannot stack {key!r}, which is {_types(acts[key])}, on "
                 f"{matching[0]!r}, which is {_types(first)}"
             )
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(acts[key] for key in matching))
+    return jax.tree.map(_stack, *(acts[key] for key in matching))
+
+
+def _stack(*leaves: Any) -> Any:
+    return on_arrays(lambda *rows: jnp.stack(rows), *leaves)
 
 
 def _natural(key: str) -> list[Any]:

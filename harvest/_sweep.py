@@ -16,6 +16,7 @@ from ._experiments import Cells, Experiment, Experiments
 from ._fit import known
 from ._fork import Forks, Target
 from ._interpreter import Replay
+from ._lowered import lowered, raised
 from ._progress import progress_bar, tick
 from ._stage import Transformed, pack
 from ._structure import Packed
@@ -129,10 +130,10 @@ class Sweep(Experiments):
             program.leaves,
             {e.position: Target(e.entry.key, e.edit) for e in experiments},
             (True,) * len(program.jaxpr.outvars),
-            lambda outs: pack(program.result(outs)),
+            lambda outs: lowered(pack(program.result(outs))),
         )
         keys = [e.entry.key for e in experiments]
-        return [(key, _forward_only(results[key]).unflatten()) for key in keys], warnings
+        return [(key, raised(_forward_only(results[key])).unflatten()) for key in keys], warnings
 
     def _takes_sum(self, entry):
         # In branches that do not have it there is nothing to edit.
@@ -184,7 +185,7 @@ class _ForwardOnly(HiPrim):
 
 def _forward_only(packed: Packed) -> Packed:
     def identity(leaf: Any) -> Any:
-        differentiable = not _compat.is_hi(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        differentiable = jnp.issubdtype(leaf.dtype, jnp.inexact)
         return _ForwardOnly(jax.typeof(leaf))(leaf) if differentiable else leaf
 
-    return Packed([identity(leaf) for leaf in packed.leaves], packed.structure)
+    return Packed(jax.tree.map(identity, packed.leaves), packed.structure)

@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import ManualAxisType, NamedSharding
 
-from . import _compat
+from . import _compat, _hi_axes, _hi_types
 from ._batching import Positions, levels
+from ._hi_types import HiAxis
 
 
-def moved(aval: Any, positions: tuple[int | None, ...]) -> Any:
+def moved(aval: Any, positions: tuple[Any, ...]) -> Any:
     """The type of a value whose batch axes are moved to the front."""
-    if not hasattr(aval, "shape"):  # a hi type
-        return aval
+    if _compat.is_hi_type(aval):
+        return _hi_types.moved(aval, positions)
     axes = [axis for axis in positions if axis is not None]
     if not axes:
         return aval  # with its sharding
@@ -64,7 +66,7 @@ def repartitioned(sharding: NamedSharding, mesh: Any, dims: Sequence[Dim]) -> Na
 def result_types(fn: Callable[..., Any], *avals: Any) -> Any:
     """As `jax.eval_shape`, which leaves out a sharding if some axes of its mesh are automatic."""
     jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*avals)
-    types = [with_dims(t, dims(t)) if hasattr(t, "shape") else t for t in jaxpr.out_avals]
+    types = [with_dims(t, dims(t)) if _compat.is_array_type(t) else t for t in jaxpr.out_avals]
     return jax.tree.unflatten(jax.tree.structure(out), types)
 
 
@@ -72,8 +74,9 @@ def batch_dims(avals: Sequence[Any], positions: Positions) -> tuple[Dim, ...]:
     """The axis of each `vmap` that batched any leaf, outermost first."""
     rows = []
     for _, axes in levels(positions):
-        batched = [(aval, a) for aval, a in zip(avals, axes, strict=True) if isinstance(a, int)]
-        rows += [dims(aval)[axis] for aval, axis in batched[:1]]
+        batched = [(aval, a) for aval, a in zip(avals, axes, strict=True) if a is not None]
+        aval, axis = batched[0]
+        rows.append(Dim(axis.size) if isinstance(axis, HiAxis) else dims(aval)[axis])
     return tuple(rows)
 
 
@@ -92,7 +95,7 @@ def array_type(
 
 def with_varying(aval: Any, axes: frozenset[str]) -> Any:
     """The type of a value that may differ along these mesh axes as well."""
-    if axes <= _compat.varying(aval) or not hasattr(aval, "shape"):
+    if axes <= _compat.varying(aval) or not _compat.is_array_type(aval):
         return aval
     sharding = getattr(aval, "sharding", None)
     axes = axes | _compat.varying(aval)
@@ -101,12 +104,22 @@ def with_varying(aval: Any, axes: frozenset[str]) -> Any:
 
 def axes_to_front(leaves: Sequence[Any], positions: Positions) -> list[Any]:
     """Move the axes that `vmap` added to the front, the outermost first."""
-    return [_moveaxis(leaf, axes, None) for leaf, axes in zip(leaves, positions, strict=True)]
+    pairs = zip(leaves, positions, strict=True)
+    return [
+        _hi_axes.axes_to_front(leaf, axes) if _compat.is_hi(leaf) else _moveaxis(leaf, axes, None)
+        for leaf, axes in pairs
+    ]
 
 
-def axes_from_front(leaves: Sequence[Any], positions: Positions) -> list[Any]:
-    """The inverse of `axes_to_front`."""
-    return [_moveaxis(leaf, None, axes) for leaf, axes in zip(leaves, positions, strict=True)]
+def axes_from_front(leaves: Sequence[Any], positions: Positions, avals: Sequence[Any]) -> list[Any]:
+    """The inverse of `axes_to_front`, for leaves that were of these types."""
+    rows = zip(leaves, positions, avals, strict=True)
+    return [
+        _hi_axes.axes_from_front(leaf, axes, aval)
+        if _compat.is_hi(leaf)
+        else _moveaxis(leaf, None, axes)
+        for leaf, axes, aval in rows
+    ]
 
 
 def _moveaxis(leaf: Any, source: Any, destination: Any) -> Any:
@@ -119,28 +132,53 @@ def _moveaxis(leaf: Any, source: Any, destination: Any) -> Any:
 
 def stacked(aval: Any, length: int) -> Any:
     """The type of `length` values of type `aval`, stacked on a new leading axis."""
-    if not hasattr(aval, "shape"):
-        return aval.inc_rank(length, aval.leading_axis_spec())
+    if _compat.is_hi_type(aval):
+        return _hi_types.stacked(aval, length)
     return with_dims(aval, [Dim(length), *dims(aval)])
 
 
 def dropped(aval: Any, axes: int) -> Any:
     """The type without its leading axes."""
-    if not hasattr(aval, "shape"):
+    if _compat.is_hi_type(aval):
         for _ in range(axes):
-            aval = aval.dec_rank(None, aval.leading_axis_spec())
+            aval = _hi_types.dropped(aval)
         return aval
     return with_dims(aval, dims(aval)[axes:])
 
 
 def rank(aval: Any) -> int:
-    return len(aval.shape) if hasattr(aval, "shape") else 0
+    return len(aval.shape) if _compat.is_array_type(aval) else 0
 
 
-def unbatched(aval: Any, positions: tuple[int | None, ...]) -> Any:
+def unbatched(aval: Any, positions: tuple[Any, ...]) -> Any:
     """The type of one example of a batch."""
+    if _compat.is_hi_type(aval):
+        return _hi_types.unbatched(aval, positions)
     batch = [axis for axis in positions if axis is not None]
-    return dropped(moved(aval, positions), len(batch)) if hasattr(aval, "shape") else aval
+    return dropped(moved(aval, positions), len(batch))
+
+
+def tangent_of(aval: Any) -> Any:
+    """The type of tangents; None if there is no derivative."""
+    if _compat.is_hi_type(aval):
+        return _hi_types.tangent_of(aval)
+    return aval if jnp.issubdtype(aval.dtype, jnp.inexact) else None
+
+
+def no_tangent(aval: Any) -> Any:
+    """What JAX has as the tangent of a value without derivative: zeros of dtype `float0`."""
+    if _compat.is_hi_type(aval):
+        try:
+            aval = aval.to_tangent_aval()
+        except NotImplementedError:
+            return None
+    return np.zeros(aval.shape, jax.dtypes.float0)
+
+
+def leading(value: Any, count: int) -> tuple[int, ...]:
+    """The sizes of the leading axes of a value."""
+    aval = jax.typeof(value)
+    return _hi_types.leading(aval, count) if _compat.is_hi_type(aval) else aval.shape[:count]
 
 
 def describe(value: Any) -> str:
@@ -149,11 +187,13 @@ def describe(value: Any) -> str:
         aval = jax.typeof(value)
     except TypeError:
         return f"a `{type(value).__name__}`"
-    return short(aval) if hasattr(aval, "shape") else str(aval)
+    return short(aval)
 
 
 def short(aval: Any) -> str:
     """A type as `f32[12,128]`."""
+    if not _compat.is_array_type(aval):
+        return str(aval)
     return jax.core.ShapedArray(aval.shape, aval.dtype).str_short(short_dtypes=True)
 
 
@@ -161,7 +201,7 @@ def same_types(a: Any, b: Any) -> bool:
     """Whether two trees of avals are the same, but for weak types, which a `cond` promotes."""
 
     def same(x: Any, y: Any) -> bool:
-        if not hasattr(x, "shape") or not hasattr(y, "shape"):
+        if _compat.is_hi_type(x) or _compat.is_hi_type(y):
             return x == y
         return x.dtype == y.dtype and dims(x) == dims(y)
 

@@ -10,6 +10,7 @@ from jax import lax
 
 from ._entry import Entry
 from ._fold import Fold, Level
+from ._lowered import arrays_of
 from ._reading import Folded, Reading
 from ._structure import is_array
 from ._upstream import Variant, number_of, variants
@@ -76,7 +77,7 @@ def stats_of(value: Any) -> dict[str, Any]:
     """
     low, high = jnp.asarray(jnp.inf), jnp.asarray(-jnp.inf)
     nan = inf = jnp.asarray(False)
-    leaves = [leaf for leaf in jax.tree.leaves(value) if is_array(leaf) and hasattr(leaf, "dtype")]
+    leaves = [leaf for leaf in arrays_of(value) if is_array(leaf)]
     of = lambda *kinds: [x for x in leaves if any(jnp.issubdtype(x.dtype, k) for k in kinds)]
     for leaf in of(jnp.inexact) or of(jnp.integer, jnp.bool_):
         leaf = lax.optimization_barrier(leaf)  # else XLA computes it again for each reduction

@@ -4,6 +4,9 @@ A fold runs inside the loop, and needs memory for its result only. It combines a
 site ([`Fold.over`][harvest.Fold.over] chooses some), for each example of a batch, and is updated
 only where the site runs: not in branches of a `cond` that are not taken. Outside of any loop there
 is one value, which `at`, `every`, `last`, `maximum` and `mean` return as it is.
+
+Of values of hi types there are `at`, `count`, `every`, `last` and `stack`; the others are for
+numbers, as those that a function makes of a value: `mean().of(dequantize)`.
 """
 
 from typing import Any

@@ -6,6 +6,7 @@ import jax
 from jax.experimental.compute_on import compute_on
 
 from .. import _compat
+from .._lowered import lowered, raised
 from .._rule import register_rule
 
 
@@ -16,16 +17,18 @@ class ComputeOn:
 
     def rebuild(self, eqn, invals, inside):
         params = _compat.compute_on_params(eqn)
+        edits = lowered(inside.actions)  # hi types, and their cotangents, are in no memory space
 
         def body(*args):
-            return inside.run(params.jaxpr, args, live=inside.live)
+            actions = raised(edits)
+            return lowered(inside.run(params.jaxpr, args, actions=actions, live=inside.live))
 
         if _compat.checks_operations():
-            return body(*invals)
+            return raised(body(*invals))
         # Which memory the outputs are in has to be said beforehand.
         jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*invals)
         given = [s for s, live in zip(params.out_spaces, inside.live, strict=True) if live]
         spaces = [*given, *map(_compat.memory_space, jaxpr.out_avals[len(given) :])]
         spaces = jax.tree.unflatten(jax.tree.structure(shapes), spaces)
         call: Any = compute_on(body, out_memory_spaces=spaces, **params.options)
-        return call(*invals)
+        return raised(call(*invals))

@@ -10,6 +10,7 @@ from jax import lax
 from .. import _compat, _types
 from .._edit_nodes import in_branch
 from .._entry import CondSum, Entry, united_rows
+from .._lowered import lowered, raised, zeros
 from .._reading import Folded, Reading
 from .._rule import register_rule
 
@@ -34,11 +35,18 @@ class Cond:
         index, *operands = invals
         rows = united_rows([inside.replay.walk.entries(b) for b in params.branches])
 
+        # JAX returns no value of a hi type from a `cond`, and no cotangent of what it closes over.
+        actions = lowered(inside.actions)
+
         def branch(number, jaxpr):
-            return lambda *operands: _run_branch(number, jaxpr, operands, rows, inside)
+            def fn(*operands):
+                here = dataclasses.replace(inside, actions=raised(actions))
+                return lowered(_run_branch(number, jaxpr, operands, rows, here))
+
+            return fn
 
         branches = [branch(number, jaxpr) for number, jaxpr in enumerate(params.branches)]
-        outs, reads = _select(index, branches, operands, params.platforms)
+        outs, reads = raised(_select(index, branches, operands, params.platforms))
         read = [
             (action, entry)
             for action, entry in zip(inside.actions, inside.entries, strict=True)
@@ -104,7 +112,7 @@ def _filled(part, entry, number, value):
         and (
             _as_uneven(value, part, other)
             if k == number
-            else jax.tree.map(_compat.zeros, part.type_of(other))
+            else jax.tree.map(zeros, part.type_of(other))
         )
         for k, other in enumerate(entry.branches)
     ]

@@ -13,6 +13,7 @@ from .. import _compat
 from .._derived import Derived, Original, check_no_references
 from .._edit_nodes import Edit, split_arrays
 from .._expansion import guarded
+from .._lowered import lowered, raised
 from .._markers import is_side_effect
 from .._opened import opened
 from .._probe import is_probe, with_tangent_of
@@ -57,12 +58,13 @@ def _rebuilt(eqn, invals, inside, jaxpr):
 
     # The arrays of reducers are inputs too: derivative rules must not close over them.
     arrays, fixed = split_arrays((inside.actions, inside.loops))
-    leaves, treedef = jax.tree.flatten(arrays)
+    leaves, treedef = jax.tree.flatten(lowered(arrays))  # JAX takes no cotangents of hi types
     count = len(invals)
     bare = dataclasses.replace(inside, actions=(), loops=())
 
     def split(args):
-        return args[:count], *eqx.combine(jax.tree.unflatten(treedef, args[count:]), fixed)
+        arrays = raised(jax.tree.unflatten(treedef, args[count:]))
+        return args[:count], *eqx.combine(arrays, fixed)
 
     def original(*args):
         outs = _compat.bind(eqn, split(args)[0]) if any(live) or effectful else []
@@ -72,7 +74,7 @@ def _rebuilt(eqn, invals, inside, jaxpr):
         args, actions, loops = split(args)
         outs, reads = bare.run(jaxpr, args, actions=actions, loops=loops, live=live)
         outs = outs if any(live) else []
-        return outs, reads, outs if edited else []
+        return outs, lowered(reads), outs if edited else []
 
     def entering(*args):
         """The outputs, as functions of the tangents that enter at sites."""
@@ -98,8 +100,8 @@ def _rebuilt(eqn, invals, inside, jaxpr):
         batches=_compat.batches_as_written(eqn),
     )
     if not any(live):
-        return [None for _ in live], read
-    return list(map(with_tangent_of, outs, entered)) if edited else outs, read
+        return [None for _ in live], raised(read)
+    return list(map(with_tangent_of, outs, entered)) if edited else outs, raised(read)
 
 
 def _of_second(fn):

@@ -1,5 +1,7 @@
 """`lax.scan`, and what JAX builds on it: `lax.map`, and a `fori_loop` with static bounds."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from jax import lax
 from .. import _compat
 from .._edit_nodes import Loop, split_each
 from .._loop_slots import LoopSlots
+from .._lowered import lowered, on_arrays, raised
 from .._markers import is_side_effect
 from .._rule import register_rule
 
@@ -25,8 +28,9 @@ class Scan:
         loop = LoopSlots(inside.actions, len(inside.loops))
         sliced, fixed = split_each(inside.actions)
         states, slots = loop.states()
-        inputs = (xs, sliced, slots)
-        steps = _steps(params, loop, inside, inputs)
+        # `vmap` takes no batched values of hi types as inputs or outputs of a scan.
+        inputs = (xs, lowered(sliced), slots)
+        steps = _steps(params, loop, inside)
         # Slices of the inputs of a shortened loop would be copies of them.
         length = params.length if steps is None else len(steps)
         is_short = length < params.length
@@ -35,17 +39,18 @@ class Scan:
         def body(carry, x):
             (carry, states), (step, rows) = carry, x
             if is_short:
-                rows = jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, step, 0, False), inputs)
+                row = lambda x: lax.dynamic_index_in_dim(x, step, 0, False)
+                rows = jax.tree.map(functools.partial(on_arrays, row), inputs)
             xs, sliced, slots = rows
             outs, reads = inside.run(
                 params.jaxpr,
                 [*consts, *carry, *xs],
-                actions=loop.inside(eqx.combine(sliced, fixed), states, slots),
+                actions=loop.inside(eqx.combine(raised(sliced), fixed), states, slots),
                 loops=(*inside.loops, Loop(step, params.length)),
                 live=live,
             )
             states, reads = loop.split(reads)
-            return (outs[: params.num_carry], states), (outs[params.num_carry :], reads)
+            return (outs[: params.num_carry], states), (outs[params.num_carry :], lowered(reads))
 
         (carry, states), (ys, reads) = lax.scan(
             body,
@@ -54,10 +59,10 @@ class Scan:
             length=length,
             **params.options,
         )
-        return [*carry, *ys], loop.merged(states, reads)
+        return [*carry, *ys], loop.merged(states, raised(reads))
 
 
-def _steps(params, loop, inside, inputs):
+def _steps(params, loop, inside):
     """The iterations to run, if anything asks for them; they count forward also in reverse.
 
     If nothing is wanted but sites in known iterations, the loop ends with the last of them.
@@ -68,12 +73,7 @@ def _steps(params, loop, inside, inputs):
     effects = any(map(is_side_effect, params.jaxpr.effects))
     # If somebody else may collect or plant in it, the loop is to look as it is.
     whole = inside.replay.effects and (effects or _compat.WATCHED.value)
-    if (
-        wanted is None
-        or whole
-        or any(inside.live)
-        or any(map(_compat.is_hi, jax.tree.leaves(inputs)))
-    ):
+    if wanted is None or whole or any(inside.live):
         return jnp.arange(params.length)
     if params.options["reverse"]:
         return jnp.arange(min(wanted), params.length)
