@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -450,28 +450,6 @@ def is_harmless(prim: hijax.HiPrim) -> bool:
     owner = type(prim).__module__.partition(".")[0]
     runs = any(map(callable, jax.tree.leaves(prim.params))) or any(jaxprs_in(prim.params))
     return owner in ("jax", "harvest") and not runs
-
-
-def in_axes_of(eqn: JaxprEqn, fn: Callable[[], Any]) -> Any:
-    """`fn()`, with the mesh axes that are manual inside of an equation; only `shard_map` has any.
-
-    Which names they have, and how JAX tracks what varies over them, has no other public spelling
-    than a `shard_map`.
-    """
-    if eqn.primitive.name != "shard_map":
-        return fn()
-    results = []
-    around = jax.shard_map(
-        lambda: results.append(fn()) or (),
-        mesh=eqn.params["mesh"],
-        in_specs=(),
-        out_specs=(),
-        axis_names=eqn.params["newly_manual_axes"],
-        check_vma=eqn.params["check_vma"],
-    )
-    with eqn.ctx.manager:
-        jax.eval_shape(around)
-    return results[0]
 
 
 def positional_effects(jaxpr: Jaxpr) -> frozenset[Any]:

@@ -16,8 +16,8 @@ from ._markers import SOW
 def expansion(eqn: JaxprEqn) -> Jaxpr:
     """What JAX evaluates for a `HiPrim`, as a jaxpr of its inputs.
 
-    Traced in the mesh and the configuration of the equation (`_compat.in_axes_of` adds the names of
-    mesh axes), with both kinds of markers.
+    Traced in the mesh and the configuration of the equation, with both kinds of markers. Inside a
+    `shard_map`, that rule has given the axes of the mesh their names.
     """
     prim = _compat.hi_prim(eqn)
 

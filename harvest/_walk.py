@@ -47,8 +47,6 @@ class Walk:
         if isinstance(marker, Mark | Tag):
             feeds = not eqn.outvars or any(v in fed for v in eqn.outvars)
             return [Entry.of(marker, scope, feeds)]
-        if eqn.primitive.name == "shard_map":
-            _compat.in_axes_of(eqn, lambda: [self.spans(jaxpr) for jaxpr in self.jaxprs(eqn)])
         if (rule := rule_for(eqn)) is not None:
             entries = rule.entries(eqn, self)
         else:

@@ -16,10 +16,13 @@ DIFFERENTIATED = "a `shard_map` inside another one that JAX has differentiated"
 class ShardMap:
     def entries(self, eqn, walk):
         params = _compat.shard_map_params(eqn)
+        shards = _shards(params)
+        with eqn.ctx.manager:  # a `HiPrim` in the body may expand to what names the mesh's axes
+            shards.within(lambda _: walk.entries(params.jaxpr), None)
         named = frozenset().union(*map(axes_named_in, (*params.in_specs, *params.out_specs)))
         if not named <= {*params.manual}:
             return [entry.block(DIFFERENTIATED) for entry in walk.entries(params.jaxpr)]
-        return [entry.sharded(_shards(params)) for entry in walk.entries(params.jaxpr)]
+        return [entry.sharded(shards) for entry in walk.entries(params.jaxpr)]
 
     def rebuild(self, eqn, invals, inside):
         params = _compat.shard_map_params(eqn)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 import harvest
 from harvest import capture, debug, folds, grad, jvp, plant, reap, sites, sow, sweep
@@ -192,6 +193,7 @@ def in_custom_vjp(f):
     return g
 
 
+MESH = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
 AROUND = {
     "itself": lambda f: f,
     "jit": jax.jit,
@@ -200,6 +202,9 @@ AROUND = {
     "scan of checkpoint": lambda f: repeated(jax.checkpoint(f)),
     "cond": lambda f: lambda x: lax.cond(jnp.asarray(True), f, f, x),
     "custom_vjp": in_custom_vjp,
+    "shard_map": lambda f: jax.shard_map(
+        f, mesh=MESH, in_specs=PartitionSpec(), out_specs=PartitionSpec()
+    ),
     "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
     "HiPrim": nested,
 }
