@@ -1,7 +1,8 @@
-"""Planted values on the devices that a program runs on.
+"""Where values are: planted ones on the devices that a program runs on, and results on the host.
 
-Only what `jit` would refuse is moved, and only outside of any trace: an array that is committed to
-one other device. It becomes as an array of numpy, which `jit` shards as the site needs it.
+Of planted values only what `jit` would refuse is moved, and only outside of any trace: an array
+that is committed to one other device. It becomes as an array of numpy, which `jit` shards as the
+site needs it.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.core
 import numpy as np
+from jax.experimental import multihost_utils
 
 from . import _types
 from ._errors import PlantError
@@ -36,6 +38,17 @@ def brought(value: Any, leaves: Sequence[Any], key: Any) -> Any:
 
     is_number = lambda node: isinstance(node, Number)
     return jax.tree_util.tree_map_with_path(bring, value, is_leaf=is_number)
+
+
+def fetched(tree: Any) -> Any:
+    """Small results as arrays of numpy, on every process, of which each may have a part."""
+
+    def fetch(leaf: Any) -> np.ndarray:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return multihost_utils.process_allgather(leaf, tiled=True)
+        return np.asarray(leaf)
+
+    return jax.tree.map(fetch, tree)
 
 
 def is_committed(leaf: Any) -> bool:

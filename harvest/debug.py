@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from . import _compat
 from ._checks import numbered
@@ -13,6 +12,7 @@ from ._entry import Entry
 from ._errors import UnsupportedError
 from ._faults import Watched, range_of, report
 from ._interpreter import Replay
+from ._placement import fetched
 from ._plan import plan_reads, resolve
 from ._reading import Reading
 from ._report import Fault as Fault
@@ -88,13 +88,12 @@ class Nonfinite(Transformed):
             )
         with jax.debug_nans(False), jax.debug_infs(False):  # empty ranges are infinite
             watched, found = super().__call__(*args, **kwargs)
-            found = [jax.tree.map(np.asarray, site) for site in found]
-            return report(watched, found, functools.partial(self._ranges, args, kwargs))
+            return report(watched, fetched(found), functools.partial(self._ranges, args, kwargs))
 
     def _ranges(self, args: Any, kwargs: Any, positions: Sequence[int]) -> list[Range]:
         """Those of some arguments, by their positions among the leaves."""
         program = trace_cached("debug.nonfinite", self.fn, args, kwargs)
-        stats = jax.device_get([jax.jit(stats_of)(program.leaves[i]) for i in positions])
+        stats = fetched([jax.jit(stats_of)(program.leaves[i]) for i in positions])
         names = program.names()
         return [range_of(names[i], "argument", s) for i, s in zip(positions, stats, strict=True)]
 

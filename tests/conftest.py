@@ -3,6 +3,7 @@ import sys
 import hypothesis
 import jax
 import jaxtyping
+import pytest
 
 assert "harvest" not in sys.modules, "the import hook must come before the first import of harvest"
 
@@ -17,3 +18,10 @@ jaxtyping.install_import_hook("harvest", "beartype.beartype")
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture
+def mesh(request):
+    """That of `meshes.on_meshes` and its like, which is set while a test runs."""
+    with jax.set_mesh(request.param):
+        yield request.param
