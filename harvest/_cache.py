@@ -27,9 +27,9 @@ class Staged:
     It finds them, when JAX traces it, in the call that is under way.
     """
 
-    def __init__(self, make: Callable[[Callable[[], Structure]], Callable]):
+    def __init__(self, make: Callable[[Callable[[], Structure]], Callable], keep_unused: bool):
         self._calls = calls = threading.local()
-        self.jitted = jax.jit(make(lambda: calls.structure))
+        self.jitted = jax.jit(make(lambda: calls.structure), keep_unused=keep_unused)
         self.walks: dict[Any, Walk] = {}  # over its jaxprs, which JAX keeps as long
 
     @contextlib.contextmanager
@@ -58,10 +58,12 @@ class Cache:
         structure: Structure,
         make: Callable,
         on_new: Callable[[list[Any]], None] = lambda objects: None,
+        keep_unused: bool = False,
     ) -> Staged:
-        key, objects = _key(structure)
-        if key.unhashable:
-            part = key.unhashable[0]
+        form, objects = _key(structure)
+        key = (form, keep_unused)
+        if form.unhashable:
+            part = form.unhashable[0]
             raise UnsupportedError(
                 f"got {part!r} of type `{type(part).__name__}` as a static argument or in a model: "
                 "it cannot be hashed, and a change in it would go unnoticed; pass arrays, or "
@@ -71,7 +73,7 @@ class Cache:
             if (found := self._entries.get(key)) is not None:
                 self._entries.move_to_end(key)
                 return found[0]
-            entry = Staged(make)
+            entry = Staged(make, keep_unused)
             held = [_held(obj, functools.partial(self._drop, key)) for obj in objects]
             self._entries[key] = (entry, held)
             while len(self._entries) > _MAX_ENTRIES:

@@ -38,6 +38,7 @@ def jvp(
 
         ```python
         import harvest
+        import jax.numpy as jnp
 
         def f(x):
             h = harvest.sow(x**2, name="h")

@@ -56,6 +56,11 @@ def is_committed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
 
 
+def is_spread(leaf: Any) -> bool:
+    """Whether it is an array on several devices."""
+    return is_committed(leaf) and len(leaf.sharding.device_set) > 1
+
+
 def _devices_of_program(leaves: Sequence[Any]) -> tuple[Any, ...] | None:
     """As `jit` finds them: those of the mesh that is set, or of an argument."""
     mesh = jax.sharding.get_mesh()

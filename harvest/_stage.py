@@ -24,7 +24,7 @@ from jax.extend.core import Jaxpr
 from . import _compat
 from ._cache import Cache, count_identities, name_of
 from ._errors import HarvestError, UnsupportedError, warn
-from ._placement import brought, is_committed
+from ._placement import brought, is_committed, is_spread
 from ._rule import ON_NEW_RULE
 from ._structure import Bound, Packed, Structure, is_held, is_traced
 from ._walk import Walk
@@ -291,7 +291,9 @@ def _flat(name: str, structure: "Structure | Callable[[], Structure]") -> Callab
 
 def _run_staged(transformed: Transformed, args: Any, kwargs: Any) -> tuple[Any, tuple[str, ...]]:
     leaves, structure = _flattened(transformed, args, kwargs, is_traced)
-    entry = _programs.get(structure, _program, on_new=count_identities)
+    # A program runs on the devices of its arguments, also of those that it comes not to need.
+    kept = any(map(is_spread, leaves))
+    entry = _programs.get(structure, _program, on_new=count_identities, keep_unused=kept)
     with entry.pending(structure):
         packed = entry.jitted(*leaves)
     return packed.unflatten()

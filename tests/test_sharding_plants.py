@@ -76,6 +76,17 @@ def test_edits_are_resharded(name, mesh):
         )
 
 
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_arguments_that_are_not_needed_say_on_which_devices(kind):
+    mesh = MESHES[kind]
+    x, f = put(X, mesh, "d", "m"), lambda x: 2 * sow(x + 1, name="h")
+    planted = plant(f, {"h": X})(x)
+    np.testing.assert_array_equal(planted, 2 * X)
+    assert planted.sharding.device_set == f(x).sharding.device_set
+    if kind == "explicit":
+        assert jax.typeof(planted).sharding == jax.typeof(f(x)).sharding
+
+
 @on_two
 def test_values_on_the_devices_of_another_mesh(mesh):
     x, f = put(X, mesh, "d"), sown(PROGRAMS["plain"])
