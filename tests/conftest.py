@@ -25,3 +25,12 @@ def mesh(request):
     """That of `meshes.on_meshes` and its like, which is set while a test runs."""
     with jax.set_mesh(request.param):
         yield request.param
+
+
+@pytest.fixture
+def remat3(request):
+    """Which implementation of `jax.checkpoint` there is, as the test's parameter says."""
+    before = jax.config.jax_remat3
+    jax.config.update("jax_remat3", request.param)
+    yield request.param
+    jax.config.update("jax_remat3", before)

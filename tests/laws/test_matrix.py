@@ -1,8 +1,5 @@
 """Every structure under every transform of JAX: one record each, of the right value."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,41 +7,7 @@ import pytest
 
 import harvest
 from tests.helpers import PROGRAMS, SIZE
-
-X = jnp.linspace(0.4, 1.3, SIZE)
-XS = jnp.linspace(-0.7, 0.9, 2 * SIZE).reshape(2, SIZE)
-
-
-def _total(f):
-    return lambda x: jnp.sum(f(x))
-
-
-class Transform(NamedTuple):
-    apply: Callable  # to a function from vectors to vectors
-    arg: jax.Array
-    reverse: int = 0  # how many cotangents of the site there are
-    forward: bool = False  # uses forward mode, which a `custom_vjp` forbids
-
-
-TRANSFORMS = {
-    "none": Transform(lambda f: f, X),
-    "jit": Transform(jax.jit, X),
-    "grad": Transform(lambda f: jax.grad(_total(f)), X, 1),
-    "value_and_grad": Transform(lambda f: jax.value_and_grad(_total(f)), X, 1),
-    "jit_of_grad": Transform(lambda f: jax.jit(jax.grad(_total(f))), X, 1),
-    "grad_of_jit": Transform(lambda f: jax.grad(jax.jit(_total(f))), X, 1),
-    "jvp": Transform(lambda f: lambda x: jax.jvp(f, (x,), (x,)), X, forward=True),
-    "linearize": Transform(lambda f: lambda x: jax.linearize(f, x)[1](x), X, forward=True),
-    "vjp": Transform(lambda f: lambda x: jax.vjp(f, x)[1](x), X, 1),
-    "vjp_primal": Transform(lambda f: lambda x: jax.vjp(f, x)[0], X),
-    "grad_of_remat": Transform(lambda f: jax.grad(_total(jax.checkpoint(f))), X, 1),
-    "vmap": Transform(jax.vmap, XS),
-    "vmap_axis_1": Transform(lambda f: jax.vmap(f, in_axes=1), XS.T),
-    "vmap_of_grad": Transform(lambda f: jax.vmap(jax.grad(_total(f))), XS, 1),
-    "grad_of_vmap": Transform(lambda f: jax.grad(_total(jax.vmap(f))), XS, 1),
-    "grad_of_grad": Transform(lambda f: jax.grad(_total(jax.grad(_total(f)))), X, 2),
-    "hessian": Transform(lambda f: jax.hessian(_total(f)), X, 1),
-}
+from tests.transforms import TRANSFORMS, XS, X, cases, forbidden, total
 
 
 def _bare(h, step):
@@ -62,28 +25,6 @@ def _perturbed(h, step):
 
 def _plain(h, step):
     return h
-
-
-@pytest.fixture
-def remat3(request):
-    before = jax.config.jax_remat3
-    jax.config.update("jax_remat3", request.param)
-    yield request.param
-    jax.config.update("jax_remat3", before)
-
-
-def cases(transforms) -> list:
-    """Every program under every transform; under both implementations of remat if it has one."""
-    return [
-        pytest.param(program, transform, remat3, id=f"{program}-{transform}-{remat3}")
-        for program in PROGRAMS
-        for transform in transforms
-        for remat3 in ([False, True] if "remat" in program + transform else [False])
-    ]
-
-
-def _forbidden(program, transform):
-    return program == "custom_vjp" and TRANSFORMS[transform].forward
 
 
 def _runs_twice(program, transform, remat3):
@@ -105,7 +46,7 @@ def test_a_sow_is_collected_once(program, transform, site, remat3):
     fn = PROGRAMS[program].fn
     apply, arg, *_ = TRANSFORMS[transform]
     sown = apply(lambda x: fn(x, site))
-    if _forbidden(program, transform):
+    if forbidden(program, transform):
         with pytest.raises(TypeError, match="custom_vjp"):
             harvest.capture(sown)(arg)
         return
@@ -136,7 +77,7 @@ def test_a_cotangent_is_collected_once(program, transform, remat3):
     fn, loops, _ = PROGRAMS[program]
     apply, arg, reverse, _ = TRANSFORMS[transform]
     perturbed = apply(lambda x: fn(x, _perturbed))
-    if _forbidden(program, transform):
+    if forbidden(program, transform):
         with pytest.raises(TypeError, match="custom_vjp"):
             harvest.capture(perturbed)(arg)
         return
@@ -169,9 +110,9 @@ def test_cotangents_of_second_order_are_records_of_their_own(program, remat3):
     fn, loops, _ = PROGRAMS[program]
     eps = jnp.zeros((*loops, SIZE))
     first = jax.grad(lambda eps: jnp.sum(_with_added(fn, eps)(X)))(eps)
-    second = jax.grad(lambda eps: jnp.sum(jax.grad(_total(_with_added(fn, eps)))(X)))(eps)
+    second = jax.grad(lambda eps: jnp.sum(jax.grad(total(_with_added(fn, eps)))(X)))(eps)
 
-    inner = _total(jax.grad(_total(lambda x: fn(x, _perturbed))))
+    inner = total(jax.grad(total(lambda x: fn(x, _perturbed))))
     _, collected = harvest.capture(jax.grad(inner))(X)
     # The cotangent of the inner backward pass; and that of the outer one, in two records where
     # `checkpoint` evaluates the site twice.
