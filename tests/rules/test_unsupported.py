@@ -42,6 +42,18 @@ def in_custom_linear_solve(x):
     )
 
 
+def in_the_solver_of_custom_linear_solve(x):
+    solve = lambda matvec, b: inside(b / 2)
+    return lax.custom_linear_solve(lambda v: 2 * v, x, solve, symmetric=True)
+
+
+def in_run_state(x):
+    def body(ref):
+        ref[...] = inside(2 * ref[...])
+
+    return pl.run_state(body)(x)
+
+
 def in_reduce(x):
     return lax.reduce(x, jnp.float32(0), lambda a, b: inside(a + b), (0,))
 
@@ -69,6 +81,8 @@ PROGRAMS = {
     in_while_condition: "while",
     in_pallas_call: "pallas_call",
     in_custom_linear_solve: "custom_linear_solve",
+    in_the_solver_of_custom_linear_solve: "custom_linear_solve",
+    in_run_state: "run_state",
     in_reduce: "reduce",
     in_reduce_window: "reduce_window",
     in_scatter: "scatter",
