@@ -64,6 +64,11 @@ def jit_in_jit(x, site):
     return jax.jit(lambda x: jax.jit(lambda x: plain(x, site))(x) + 1)(x)
 
 
+def traced(x, site):
+    # The call of what `trace` returns is an `eval_jaxpr`.
+    return jax.jit(lambda x: plain(x, site)).trace(x)(x)
+
+
 def remat(x, site):
     return jax.checkpoint(lambda x: plain(x, site))(x)
 
@@ -222,6 +227,7 @@ _IN_NO_LOOP = [
     plain,
     jit,
     jit_in_jit,
+    traced,
     remat,
     remat_of_jit,
     shard_map,
