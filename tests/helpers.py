@@ -66,7 +66,8 @@ def jit_in_jit(x, site):
 
 def traced(x, site):
     # The call of what `trace` returns is an `eval_jaxpr`.
-    return jax.jit(lambda x: plain(x, site)).trace(x)(x)
+    run, args = _converted(lambda x: plain(x, site), x)
+    return jax.jit(run).trace(*args)(*args)
 
 
 def remat(x, site):
@@ -145,11 +146,15 @@ class _Call(HiPrim):
         return _Call(fn, jax.typeof(x), *map(jax.typeof, args[1:]))(x, *args[1:]), 0
 
 
-def _called(fn, x):
-    """`fn(x)` by a primitive. What `fn` closes over is passed to it: rules must not."""
+def _converted(fn, x):
+    """A function and its arguments: what `fn` closes over is one, for those that must not."""
     jaxpr = jax.make_jaxpr(fn)(x)
-    args = [x, *jaxpr.consts]
-    run = lambda x, *consts: jax.core.eval_jaxpr(jaxpr, consts, x)[0]
+    return lambda x, *consts: jax.core.eval_jaxpr(jaxpr, consts, x)[0], [x, *jaxpr.consts]
+
+
+def _called(fn, x):
+    """`fn(x)` by a primitive."""
+    run, args = _converted(fn, x)
     return _Call(run, *map(jax.typeof, args))(*args)
 
 

@@ -192,6 +192,15 @@ def test_sites():
     assert site.nbytes == 2 * 3 + 2 * 4
 
 
+@everywhere
+@every_kind
+def test_sites_of_structures(kind, structure):
+    (site,) = sites(program(kind, structure))(X)
+    assert site.aval == jax.typeof(kind.make(X))
+    assert [(axis.kind, axis.size) for axis in site.axes] == [("loop", n) for n in structure.loops]
+    assert (site.branch is not None) == (structure.primitive == "cond[")
+
+
 def test_arguments_and_results():
     """Hi types come in and go out, and so does what is static."""
 

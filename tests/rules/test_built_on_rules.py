@@ -67,6 +67,22 @@ def test_derivatives_and_edits_of_an_associative_scan():
     close(plant(f, {"h": lambda v: 2 * v}, mode="append")(X), doubled)
 
 
+def test_gradients_at_each_combination():
+    loss = lambda x: jnp.sum(products(x, tagged) ** 2)
+    values = recorded(lambda record: products(X, record))[1]
+
+    def with_eps(eps):
+        added = iter(eps)
+        return jnp.sum(products(X, lambda v: v + next(added)) ** 2)
+
+    zeros = tuple(map(jnp.zeros_like, map(jnp.asarray, values)))
+    close(harvest.grad(loss, mode="append")(X), {"h": jax.grad(with_eps)(zeros)})
+    table = sites(loss)(X)
+    assert [(site.occurrence, site.aval.shape, site.nbytes) for site in table] == [
+        (i, value.shape, 4 * value.size) for i, value in enumerate(values)
+    ]
+
+
 # ---------------------------------------------------------------------------------------------- map
 
 
@@ -111,6 +127,28 @@ def test_checkify_around_and_inside():
     close(grad(good), 2 / good)
 
 
+def test_checks_see_what_is_planted():
+    x = jnp.array([1.0, 2.0])
+
+    def f(x):
+        h = tagged(jnp.log(x))
+        checkify.check(jnp.all(h < 5), "too large")
+        return jnp.sum(h**2)
+
+    for value in (1.0, 9.0):
+        for planted in (
+            checkify.checkify(plant(f, {"h": add(value)})),
+            plant(checkify.checkify(f), {"h": add(value)}),
+        ):
+            err, out = planted(x)
+            close(out, np.sum((np.log(x) + value) ** 2))
+            assert ("too large" in str(err.get())) == (value > 5)
+    total = lambda x: checkify.checkify(f)(x)[1]
+    close(harvest.grad(total)(x), {"h": 2 * np.log(x)})
+    assert [site.key for site in sites(checkify.checkify(f))(x)] == ["h"]
+    close(plant(checkify.checkify(f), reap(checkify.checkify(f))(x))(x)[1], f(x))
+
+
 @pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, lambda f: lambda x: lax.map(f, x)])
 def test_checkify_of_structures_that_sow(around):
     f = around(lambda x: 2 * tagged(jnp.log(x)))
@@ -144,6 +182,26 @@ def test_a_pmap_is_a_shard_map():
     loss = lambda x: jnp.sum(f(x) ** 2)
     close(capture(jax.grad(loss))(SHARES), (wanted, {"h": (values,)}))
     close(jax.grad(lambda x: capture(loss)(x)[0])(SHARES), wanted)
+
+
+def test_a_pmap_under_other_transforms():
+    f = lambda x: jnp.sum(mapped_over_devices(x) ** 2)
+    share = lambda h: jnp.sum((SHARES / jnp.sum(h, 0, keepdims=True)) ** 2)
+    close(harvest.grad(f)(SHARES), {"h": jax.grad(share)(2 * SHARES)})
+    close(jax.grad(lambda h: plant(f, {"h": h})(SHARES))(2 * SHARES), jax.grad(share)(2 * SHARES))
+    (site,) = sites(f)(SHARES)
+    assert site.axes == (harvest.Axis("mesh", 4, ("i",)),)
+    assert (site.aval.shape, site.nbytes, site.nbytes_per_device) == ((2,), 32, 8)
+    assert site.sharding.spec == jax.P("i", None)
+
+    loop = lambda x: lax.scan(lambda x, _: (mapped_over_devices(x), None), x, length=2)[0]
+    x, rows = np.asarray(SHARES), []
+    for _ in range(2):
+        rows.append(2 * x)
+        x = x / rows[-1].sum(0, keepdims=True)
+    close(capture(loop, mode="strict")(SHARES), (x, {"h": np.stack(rows)}))
+    both = jax.vmap(capture(mapped_over_devices))(jnp.stack([SHARES, SHARES**2]))
+    close(both[1]["h"][0], 2 * np.stack([SHARES, SHARES**2]))
 
 
 # --------------------------------------------------------------------------------------------- refs
@@ -181,6 +239,25 @@ def test_values_that_pass_through_references():
     plain = lambda x: jnp.sum(jnp.sin(jnp.sin(jnp.sin(2 * x)) + 1) + 2)
     close(jax.grad(lambda x: jnp.sum(capture(by_refs)(x)[0]))(X), jax.grad(plain)(X))
     close(capture(jax.grad(lambda x: jnp.sum(by_refs(x))))(X)[0], jax.grad(plain)(X))
+
+
+def test_gradients_at_sites_between_references():
+    def with_eps(eps):
+        return jnp.sum(by_refs_in_jax(X, eps) ** 2)
+
+    wanted = jax.grad(with_eps)({"a": jnp.zeros(5), "b": jnp.zeros((3, 5))})
+    close(harvest.grad(lambda x: jnp.sum(by_refs(x) ** 2))(X), wanted)
+    assert {site.key: [axis.size for axis in site.axes] for site in sites(by_refs)(X)} == {
+        "a": [],
+        "b": [3],
+    }
+
+
+def by_refs_in_jax(x, eps):
+    x = 2 * x + eps["a"]
+    for i in range(3):
+        x = jnp.sin(x) + i + eps["b"][i]
+    return x
 
 
 # ------------------------------------------------------------------------ what needs no rule at all

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from harvest import UnsupportedError, capture, grad, plant, reap, sites, sow
+from harvest import Axis, UnsupportedError, at, capture, grad, plant, reap, sites, sow
 
 X = jnp.float32(0.6)
 SIN, COS = np.sin(0.6), np.cos(0.6)
@@ -207,6 +207,38 @@ def test_a_root_finder():
     with pytest.raises(UnsupportedError, match=r"'h' .* is inside the predicate of a `while_loop`"):
         dynamic = lambda f, y: lax.while_loop(lambda y: abs(f(y)) > 1e-3, lambda y: y / 2, y)
         reap(lambda x: lax.custom_root(lambda y: sow(y, name="h"), x, dynamic, newton))(X)
+
+
+def test_sites_in_a_root_finder_are_those_of_its_iterations():
+    def f(x):
+        newton = lambda f, y: lax.fori_loop(0, 4, lambda _, y: y - f(y) / (2 * y), y)
+        square = lambda y: sow(y * y, name="h") - x
+        return lax.custom_root(square, 1 + x, newton, lambda g, y: y / g(jnp.float32(1)))
+
+    def by_hand(x, edit=lambda h, i: h):
+        y, values = 1 + x, []
+        for i in range(4):
+            values.append(edit(y * y, i))
+            y = y - (values[-1] - x) / (2 * y)
+        return y, values
+
+    (site,) = sites(f)(X)
+    assert site.axes == (Axis("loop", 4),) and site.nbytes == 16
+    tenth = lambda h: h + 0.1
+    close(plant(f, {"h": tenth})(X), by_hand(0.6, lambda h, i: h + 0.1)[0])
+    second = plant(f, {"h": at(1, tenth)})
+    close(second(X), by_hand(0.6, lambda h, i: h + 0.1 * (i == 1))[0])
+    # A planted body is differentiated as it is written, and so is it from a site on.
+    close(
+        jax.grad(second)(X), jax.grad(lambda x: by_hand(x, lambda h, i: h + 0.1 * (i == 1))[0])(X)
+    )
+    of_eps = lambda eps: by_hand(X, lambda h, i: h + eps[i])[0]
+    close(grad(f)(X)["h"], jax.grad(of_eps)(jnp.zeros(4)))
+    xs = jnp.array([0.6, 2.0])
+    outs, values = by_hand(xs)
+    close(jax.vmap(capture(f))(xs), (outs, {"h": (jnp.stack(values, 1),)}))
+    close(capture(jax.vmap(f))(xs), (outs, {"h": (jnp.stack(values),)}))
+    close(jax.vmap(jax.grad(lambda x: capture(f)(x)[0]))(xs), 0.5 / np.sqrt(xs))
 
 
 def test_numpy_functions_that_are_primitives_are_not_looked_into():

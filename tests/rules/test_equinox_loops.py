@@ -78,6 +78,18 @@ def test_a_bounded_loop_is_a_scan_of_a_cond():
     close(plant(loop("bounded"), reap(loop("bounded"))(X))(X), out)
 
 
+@pytest.mark.parametrize(
+    "kind, axes, branch",
+    [("lax", [None], None), ("checkpointed", [None], None), ("bounded", [16], (1,))],
+)
+def test_sites_of_a_loop(kind, axes, branch):
+    (site,) = sites(loop(kind))(X)
+    assert [axis.size for axis in site.axes] == axes
+    assert (site.aval.shape, site.branch) == ((2,), branch)
+    # Equinox takes steps by sixteen; of a sum of branches there is the index too.
+    assert site.nbytes == (16 * (8 + 4) if kind == "bounded" else 8)
+
+
 @kinds
 def test_a_loop_is_edited(kind):
     close(plant(loop(kind), {"h": jnp.square})(X), by_hand(X, edit=lambda h, i: h * h)[0])
