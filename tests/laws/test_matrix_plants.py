@@ -8,7 +8,7 @@ from jax import lax
 
 from harvest import capture, plant, reap, sow
 from tests.helpers import PROGRAMS
-from tests.transforms import TRANSFORMS, cases, forbidden
+from tests.transforms import TRANSFORMS, XS, cases, forbidden
 
 
 def every_case(*transforms):
@@ -40,7 +40,7 @@ def _evaluates_twice(program, transform):
     return "remat" in program + transform and linear
 
 
-@every_case("none", "grad", "linearize", "grad_of_remat", "vmap_axis_1")
+@every_case("none", "grad", "jvp", "linearize", "grad_of_remat", "vmap_axis_1")
 def test_plants_around_a_transform(program, transform, remat3):
     """To derivatives that are already there, a planted value is only another value."""
     apply, arg, *_ = TRANSFORMS[transform]
@@ -50,7 +50,10 @@ def test_plants_around_a_transform(program, transform, remat3):
     wanted = apply(by_hand(program, lambda h: h))(arg)
     acts = capture(f)(arg)[1]["h"]
     if len(acts) == 1:
-        close(plant(f, {"h": acts[0]})(arg), wanted)
+        values = PROGRAMS[program].values
+        if arg.ndim > 1:
+            values = jax.vmap(values, out_axes=len(PROGRAMS[program].loops))
+        close(plant(f, {"h": values(arg if arg.ndim == 1 else XS)})(arg), wanted)
     if not _evaluates_twice(program, transform):  # an item of the tuple for each evaluation
         close(plant(f, {"h": acts}, mode="append")(arg), wanted)
 
