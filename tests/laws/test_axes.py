@@ -134,6 +134,28 @@ def test_a_batched_predicate_makes_all_branches_look_as_if_they_ran():
     np.testing.assert_allclose(kept.branches[1], [0, np.sin(1)], rtol=1e-6)
 
 
+def test_plants_where_a_predicate_is_batched():
+    x, h = jnp.array([-1.0, 1.0, 2.0]), jnp.array([5.0, 6.0, 7.0])
+    fn = jax.vmap(_one_sided)
+    taken = np.asarray(x) > 0
+    np.testing.assert_allclose(
+        harvest.plant(fn, {"h": h})(x), np.where(taken, h, np.cos(x)), rtol=1e-6
+    )
+    edited = np.where(taken, np.sin(x) + 1, np.cos(x))
+    for planted in (
+        harvest.plant(fn, {"h": lambda h: h + 1}),
+        jax.vmap(harvest.plant(_one_sided, {"h": harvest.add(1.0)})),
+    ):
+        np.testing.assert_allclose(planted(x), edited, rtol=1e-6)
+        slopes = jax.grad(lambda x: jnp.sum(planted(x)))(x)  # noqa: B023
+        np.testing.assert_allclose(slopes, np.where(taken, np.cos(x), -np.sin(x)), rtol=1e-6)
+    with pytest.warns(harvest.HarvestWarning, match="'h'"):
+        acts = harvest.reap(fn)(x)
+    np.testing.assert_array_equal(harvest.plant(fn, acts)(x), fn(x))
+    (site,) = harvest.sites(fn)(x)
+    assert (site.axes, site.branch) == ((harvest.Axis("batch", 3),), None)
+
+
 def test_a_predicate_that_is_not_batched_stays_a_cond():
     f = lambda flag, x: lax.cond(flag, lambda x: harvest.sow(jnp.sin(x), name="h"), jnp.cos, x)
     x = jnp.array([-1.0, 1.0])

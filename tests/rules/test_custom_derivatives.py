@@ -277,6 +277,25 @@ def test_sites_in_the_rules_of_a_gradient():
     close(grad, 2 * sin * cos)
 
 
+def test_the_table_and_the_round_trip_of_rules():
+    grad = jax.grad(lambda x: lax.scan(lambda x, _: (sown_rules(x), None), x, length=3)[0])
+    table = sites(grad)(X)
+    assert [site.key for site in table] == ["fwd", "residual", "bwd"]
+    assert {site.axes for site in table} == {(harvest.Axis("loop", 3),)}
+    xs = [0.6, np.sin(0.6), np.sin(np.sin(0.6))]
+    cos = np.cos(xs)
+    wanted = cos.prod()
+    acts = {"fwd": np.sin(xs), "residual": cos, "bwd": [wanted, cos[1] * cos[2], cos[2]]}
+    got, collected = capture(grad, mode="strict")(X)
+    close(got, wanted)
+    for key, values in acts.items():
+        close(collected[key], values)
+        close(plant(grad, {key: jnp.float32(values)})(X), wanted)
+    other = jnp.float32([2.0, 3.0, 5.0])  # the residuals of the steps, whose slopes they are
+    close(plant(grad, {"residual": other})(X), 30)
+    close(plant(grad, {"bwd": harvest.at(1, harvest.scale(2.0))})(X), 2 * wanted)
+
+
 PLANTS = [("fwd", 5.0, 10 * np.cos(0.6)), ("residual", 3.0, 6 * np.sin(0.6)), ("bwd", 9.0, 9.0)]
 
 

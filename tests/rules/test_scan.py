@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from harvest import at, capture, indexed, plant, reap, sites, sow
+from harvest import at, capture, grad, indexed, plant, reap, sites, sow
 
 XS = {"u": jnp.array([1.0, 2.0, 3.0, 4.0, 5.0]), "v": (jnp.array([2.0, 0.5, -1.0, 3.0, 1.0]),)}
 INIT = (jnp.float32(1), {"product": jnp.float32(2)})
@@ -98,6 +98,26 @@ def test_edits_see_one_iteration_and_its_position(name, reverse):
     wanted, values = loop_by_hand(INIT, XS, reverse, by_hand)
     same(out, wanted)
     same(collected, values)
+
+
+@pytest.mark.parametrize("reverse, unroll, length", OPTIONS)
+def test_gradients_at_each_iteration(reverse, unroll, length):
+    xs = jax.tree.map(lambda x: x[:length], XS)
+    weighed = lambda out: (
+        out[0][0] + 2 * out[0][1]["product"] + jnp.vdot(jnp.arange(float(length)), out[1][0])
+    )
+    f = lambda init, xs: weighed(loop(init, xs, reverse, unroll))
+    eps = {name: jnp.zeros(length) for name in ("sum", "product")}
+
+    def with_eps(eps):
+        total, rest, ys = INIT[0], INIT[1]["product"], [0.0] * length
+        for i in reversed(range(length)) if reverse else range(length):
+            total = total + xs["u"][i] + eps["sum"][i]
+            rest = rest * xs["v"][0][i] + eps["product"][i]
+            ys[i] = total - rest
+        return total + 2 * rest + sum(i * y for i, y in enumerate(ys))
+
+    same(grad(f)(INIT, xs), {"h": jax.grad(with_eps)(eps)})
 
 
 # ------------------------------------------------------------------------------------ nested

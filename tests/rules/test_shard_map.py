@@ -11,7 +11,18 @@ from jax.sharding import AxisType, NamedSharding
 
 import harvest
 from harvest import Axis, SowError, UnsupportedError, add, capture, each, plant, reap, sites, sow
-from tests.shards import BOTH, PROGRAMS, P, Sharded, X, mesh_of, nested, nested_reference, place
+from tests.shards import (
+    BOTH,
+    PROGRAMS,
+    P,
+    Sharded,
+    X,
+    cut,
+    mesh_of,
+    nested,
+    nested_reference,
+    place,
+)
 
 MESHES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -85,14 +96,18 @@ def test_gradients_of_outputs(program, sharded):
     )
 
 
-@pytest.mark.parametrize("name", ["at_top", "around_scan", "inside_scan", "inside_vmap"])
+DIFFERENTIATED = ["at_top", "in_jit", "in_remat", "around_scan", "inside_scan", "over_one_axis"]
+DIFFERENTIATED += ["around_cond", "inside_cond", "around_uneven_cond", "around_vmap", "inside_vmap"]
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_gradients_at_sites(name, sharded):
     program = PROGRAMS[name]
     f, x = program.make(sharded), place(program, sharded.mesh)
     loss = lambda x: (f(x) ** 2).sum()
     for key, value in program.reference(sharded, X)[1].items():
         direction = np.random.RandomState(1).randn(*value.shape).astype(np.float32)
-        if (name, key, sharded.check_vma) == ("inside_vmap", "u", False):
+        if "vmap" in name and key == "u" and not sharded.check_vma:
             # Of two shards that are to be alike, and are not, the result is that of either.
             direction = np.repeat(direction[:, ::2], 2, axis=1)
 
@@ -103,6 +118,24 @@ def test_gradients_at_sites(name, sharded):
         wanted = (along(1e-2) - along(-1e-2)) / 2e-2
         got = np.vdot(harvest.grad(loss, key)(x)[key], direction)
         np.testing.assert_allclose(got, wanted, rtol=2e-2, atol=5e-2)
+
+
+def test_gradients_at_sites_between_loops(sharded):
+    program = PROGRAMS["between_scans"]
+    f, x = program.make(sharded), place(program, sharded.mesh)
+
+    def by_hand(eps):  # too steep for finite differences
+        y = jnp.asarray(X)
+        for i, w in enumerate((1.0, 2.0, 3.0)):
+            for j, v in enumerate((1.0, 2.0)):
+                y = (jnp.sin(y) + eps[i, j] + 1) * w * v
+        return jnp.sum(y**2)
+
+    wanted = jax.grad(by_hand)(jnp.zeros((3, 2, 8, 4)))
+    got = harvest.grad(lambda x: (f(x) ** 2).sum())(x)
+    assert_close(got["h"], wanted, 1e-3)
+    rows = np.stack([cut(row) for row in np.reshape(wanted, (6, 8, 4))])
+    assert_close(got["u"], rows.reshape(3, 2, 8, 2, 2), 1e-3)
 
 
 def test_under_vmap(program):
