@@ -335,8 +335,13 @@ def equation_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:
     context.enter_context(
         source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
     )
-    context.enter_context(eqn.ctx.manager)
+    context.enter_context(settings_of(eqn))
     return context
+
+
+def settings_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    """The mesh, metadata and configuration an equation was traced in; not documented by JAX."""
+    return eqn.ctx.manager
 
 
 def bind(eqn: JaxprEqn, invals: Sequence[Any]) -> list[Any]:

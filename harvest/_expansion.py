@@ -28,7 +28,7 @@ def expansion(eqn: JaxprEqn) -> Jaxpr:
         return list(map(_traced, outs, prim.out_avals_flat))
 
     watched, plants = _compat.WATCHED(True), _compat.PLANTING(True)
-    with eqn.ctx.manager, watched, plants, jax.disable_jit(False):
+    with _compat.settings_of(eqn), watched, plants, jax.disable_jit(False):
         jaxpr = jax.make_jaxpr(flat)(*prim.in_avals_flat)
     if any(map(_compat.is_hi, jaxpr.consts)):
         raise NotImplementedError("it binds a value of a hi type that it has made by hand")

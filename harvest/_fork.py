@@ -200,7 +200,7 @@ def _lengths(entry: Entry) -> tuple[int, ...]:
 
 
 def _is_plain_jit(step: Step) -> bool:
-    if step.eqn.primitive.name not in ("jit", "pjit"):
+    if step.eqn.primitive.name != "jit":
         return False
     params = _compat.jit_params(step.eqn)
     return not any(s is not None for s in (*params.in_shardings, *params.out_shardings))

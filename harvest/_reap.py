@@ -138,7 +138,13 @@ def sites(fn: Callable[..., Any]) -> Callable[..., Sites]:
     **Returns:**
 
     A function of the arguments of `fn` (arrays, or `jax.ShapeDtypeStruct`s in their places) that
-    returns [`harvest.Sites`][].
+    returns [`harvest.Sites`][]. Sites in structures that cannot be opened are in the table too.
+
+    **Raises:**
+
+    - [`harvest.UnsupportedError`][]: `fn` cannot be traced, such as a generator.
+
+    A [`harvest.HarvestWarning`][] names each `HiPrim` that cannot be looked into.
     """
     return SitesOf(fn)
 

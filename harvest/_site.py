@@ -63,10 +63,10 @@ class Site:
     - `scope`: the scopes around it, joined by `/`; empty outside any.
     - `occurrence`: how many sites of the same key came before.
     - `kind`: `"sow"`, or `"cotangent"` for one made by `perturb`.
-    - `aval`: the type of the value as it is sown, in one iteration, for one example of a batch: a
-        pytree of `jax.ShapeDtypeStruct` and `HiType`, with static leaves as they are.
+    - `aval`: the type of the value as it is sown, in one iteration, for one example of a batch, in
+        one shard: a pytree of `jax.ShapeDtypeStruct` and `HiType`, with static leaves as they are.
     - `axes`: what the structures around it put in front of that: [`harvest.Axis`][]s, those of
-        loops outermost first, then those of batches.
+        loops outermost first, then those of batches, then those on which shards are stacked.
     - `branch`: the branches of the innermost `cond` around it that have it; `None` outside.
     - `source`: the file and line of the `sow`.
     - `nbytes`: the size of the collected value, in bytes; in a `while_loop`, of one iteration.

@@ -47,14 +47,6 @@ def by_hand(program, x):
     return jax.grad(lambda eps: loss_with(program, eps, x))(zeros(program))
 
 
-@pytest.fixture
-def remat3(request):
-    before = jax.config.jax_remat3
-    jax.config.update("jax_remat3", request.param)
-    yield request.param
-    jax.config.update("jax_remat3", before)
-
-
 def cases(*ways):
     """Every program in every way; under both implementations of remat if it has one."""
     return [

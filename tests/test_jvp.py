@@ -46,14 +46,6 @@ def by_hand(program, loops, x, eps):
     return jax.jvp(added, (jnp.zeros((*loops, SIZE)),), (eps,))
 
 
-@pytest.fixture
-def remat3(request):
-    before = jax.config.jax_remat3
-    jax.config.update("jax_remat3", request.param)
-    yield request.param
-    jax.config.update("jax_remat3", before)
-
-
 CASES = [(p, remat3) for p in FORWARD for remat3 in ([False, True] if "remat" in p else [False])]
 
 

@@ -4,7 +4,7 @@ from .. import _compat
 from .._rule import register_rule
 
 
-@register_rule("eval_jaxpr", "closed_call", "core_call", "composite", "remat_opt")
+@register_rule("eval_jaxpr", "composite", "remat_opt")
 class Call:
     def entries(self, eqn, walk):
         return walk.entries(_compat.called_jaxpr(eqn))

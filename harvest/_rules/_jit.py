@@ -10,7 +10,7 @@ from .._rule import register_rule
 from .._structure import Structure, is_array
 
 
-@register_rule("jit", "pjit")
+@register_rule("jit")
 class Jit:
     def entries(self, eqn, walk):
         return walk.entries(_compat.jit_params(eqn).jaxpr)

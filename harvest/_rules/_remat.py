@@ -10,7 +10,7 @@ from .._lowered import lowered, raised
 from .._rule import register_rule
 
 
-@register_rule("remat2", "checkpoint", "RematTraced")
+@register_rule("remat2", "RematTraced")
 class Remat:
     def entries(self, eqn, walk):
         return walk.entries(_compat.remat_params(eqn).jaxpr)

@@ -17,7 +17,7 @@ class ShardMap:
     def entries(self, eqn, walk):
         params = _compat.shard_map_params(eqn)
         shards = _shards(params)
-        with eqn.ctx.manager:  # a `HiPrim` in the body may expand to what names the mesh's axes
+        with _compat.settings_of(eqn):  # a `HiPrim` in the body may expand to names of mesh axes
             shards.within(lambda _: walk.entries(params.jaxpr), None)
         named = frozenset().union(*map(axes_named_in, (*params.in_specs, *params.out_specs)))
         if not named <= {*params.manual}:
