@@ -75,13 +75,16 @@ def check_found(select: Any, keys: Mapping[str, str], what: str) -> None:
 
 
 def glob(pattern: str) -> Callable[[str], bool]:
-    """Whether a key matches a pattern: `*` and `?` stop at `/`, `**` crosses it."""
+    """Whether a key matches a pattern: `*` and `?` stop at `/`, `**` crosses it.
+
+    Between components, `**/` may also stand for nothing.
+    """
     regex = _regex(pattern)
     return lambda key: regex.fullmatch(key) is not None
 
 
 @functools.lru_cache(maxsize=1024)
 def _regex(pattern: str) -> re.Pattern[str]:
-    wild = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*|\*|\?)", pattern)
+    wild = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"((?:(?<=/)|^)\*\*/|\*\*|\*|\?)", pattern)
     return re.compile("".join(wild.get(part, re.escape(part)) for part in parts), re.DOTALL)

@@ -29,6 +29,8 @@ SELECTED = {
     "question mark": ("l/?/h", ["l/0/h", "l/1/h"]),
     "two question marks": ("l/??/h", ["l/10/h"]),
     "two stars cross": ("**/q", ["l/0/attn/q", "l/1/attn/q"]),
+    "two stars may be nothing": ("**/embed", ["embed"]),
+    "two stars between": ("l/**/h", ["l/0/h", "l/1/h", "l/10/h"]),
     "two stars at the end": ("l/0/**", ["l/0/h", "l/0/attn/q", "l/0/attn/k"]),
     "two stars alone": ("**", KEYS),
     "mixed": ("l/*/**k", ["l/0/attn/k"]),
@@ -91,6 +93,7 @@ UNKNOWN = {
     "glob": ("l/*/x", r"the glob 'l/\*/x' matches no site"),
     "one of many": (["end", "l/*/h", "emned"], r"'emned' matches no site; did you mean 'embed'"),
     "nested": (["end", ("zzz", lambda site: True)], r"'zzz' matches no site"),
+    "two stars in a component": ("e**/d", r"the glob .* matches no site"),
     "slash": ("l/0", r"'l/0' matches no site; did you mean"),
 }
 
