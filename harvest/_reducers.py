@@ -127,7 +127,7 @@ def _sharded(state: Packed, fold: Fold, entry: Entry, folded: int) -> Packed:
         return in_slot(Packed.pack(after)).leaves
 
     value = list(map(_types.unbatched, marker.in_avals, marker.positions))
-    index = (jax.ShapeDtypeStruct((), jnp.int32),) * folded
+    index = (_types.index_type(),) * folded
     types = _types.result_types(updated, list(map(jax.typeof, state.leaves)), value, index)
     leaves = [
         _compat.placed(leaf, getattr(type, "sharding", None))

@@ -24,7 +24,7 @@ def varying(fold: Fold, entry: Entry, state: Packed, folded: int) -> tuple[froze
         return (frozenset(),) * (len(state.leaves) + 1)
     structure, marker = entry.marker.label.structure, entry.marker
     value = list(map(_types.unbatched, marker.in_avals, marker.positions))
-    index = (jax.ShapeDtypeStruct((), "int32"),) * folded
+    index = (_types.index_type(),) * folded
 
     def updated(
         fold: Fold, axes: Sequence[frozenset[str]], leaves: Any, value: Any, index: Any

@@ -18,6 +18,11 @@ from ._batching import Positions, levels
 from ._hi_types import HiAxis
 
 
+def index_type() -> jax.ShapeDtypeStruct:
+    """That of the index of a loop, which has 64 bits under `jax_enable_x64`."""
+    return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(int))
+
+
 def moved(aval: Any, positions: tuple[Any, ...]) -> Any:
     """The type of a value whose batch axes are moved to the front."""
     if _compat.is_hi_type(aval):

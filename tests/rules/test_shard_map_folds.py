@@ -386,3 +386,11 @@ def test_what_is_alike_in_the_shards_that_run_a_branch(sharded):
         assert_close(plant(f, {"h": h})(x), f(x))
     halved = np.repeat(factors, 2)[:, None] * X / 2 * X.sum()
     assert_close(plant(f, {"h": scale(0.5)})(x), halved, 1e-3)
+
+
+def test_indices_of_64_bits(sharded):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        body = lambda x: lax.scan(lambda x, _: (sow(2 * x, name="h", spec=BOTH), None), x, length=3)
+        f, x = lambda x: sharded.map(lambda x: body(x)[0])(x), placed(sharded)
+        for index in (1, jnp.asarray(1)):
+            assert_close(reap(f, {"h": folds.at(index)})(x)["h"], 4 * X)
