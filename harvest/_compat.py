@@ -680,6 +680,15 @@ def varying_along(value: Any, axes: frozenset[str]) -> Any:
     return lax.pcast(value, missing, to="varying") if missing else value
 
 
+def unvarying(value: jax.Array) -> jax.Array:
+    """`value` as the types inside of a `shard_map` with `check_vma=False` say: alike everywhere.
+
+    JAX leaves the types of its arguments as they are outside, where another one may check; those
+    of what is computed of them say nothing.
+    """
+    return jnp.squeeze(jnp.expand_dims(value, 0), 0)
+
+
 def placed(value: Any, sharding: Any) -> Any:
     """`value` with a sharding, as far as mesh axes of that are explicit.
 

@@ -83,7 +83,8 @@ class Entry:
     lanes: tuple[Dim, ...] = ()  # batch axes that it only has because it does not run in all lanes
     # The `shard_map`s around it, outermost first, each with its layouts: a tree like `type`.
     crossed: tuple[tuple[Shards, Any], ...] = ()
-    uneven: frozenset[str] = frozenset()  # mesh axes along which not all shards run it
+    # Mesh axes along which it may differ though its type does not say so: not all shards run it.
+    uneven: frozenset[str] = frozenset()
     prim: Any = None  # the `HiPrim` of a user's in whose expansion it is, the outermost
     again: bool = False  # in what `jax.checkpoint` evaluates again in a backward pass
 
@@ -168,13 +169,14 @@ class Entry:
             return self.block(obstacle)
         layouts = self.layouts(shards)
         branches = self.branches and tuple(b and b.sharded(shards) for b in self.branches)
-        return dataclasses.replace(
+        outside = dataclasses.replace(
             self,
             type=jax.tree.map(shards.outside, self.type, layouts),
             own=self.own if self.summed else tuple(map(_own_outside, self.own, layouts)),
             branches=branches,
             crossed=((shards, layouts), *self.crossed),
         )
+        return outside.running_unevenly(shards.unchecked)
 
     def _obstacle(self, shards: Shards) -> str | None:
         for inner, loops in self.innermost():

@@ -60,7 +60,9 @@ def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str) -> Any:
             f"got {_types.short(got)}{at}, wanted {_types.short(wanted)}, for {where}{hint}"
         )
     further = sorted(_compat.varying(got) - _compat.varying(wanted))
-    if further and _compat.manual_axes():
+    if further and _compat.manual_axes() and not _compat.checks_varying():
+        leaf = _compat.unvarying(leaf)
+    elif further and _compat.manual_axes():
         raise PlantError(
             f"got a value{at} that varies along the mesh axes {further}, along which the one that "
             f"it replaces does not, for {where}; reduce it, as by `jax.lax.pmean`"

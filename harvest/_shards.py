@@ -61,6 +61,15 @@ class Shards(NamedTuple):
         names = self.axes or tuple(self.mesh.manual_axes)
         return {"mesh": self.mesh, "axis_names": set(names), "check_vma": self.check_vma}
 
+    @property
+    def unchecked(self) -> frozenset[str]:
+        """The mesh axes of `shard_map`s around, along which values inside of this one may differ.
+
+        With `check_vma=False` the types of what comes out of it say nothing of those either.
+        """
+        outer = frozenset(self.mesh.manual_axes) - {*self.axes}
+        return frozenset() if self.check_vma else outer
+
     def differing(self, varying: frozenset[str]) -> tuple[str, ...]:
         """The mesh axes along which shards of a value may differ."""
         return tuple(axis for axis in self.axes if axis in varying or not self.check_vma)

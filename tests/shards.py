@@ -285,15 +285,17 @@ def place(program: Program, mesh: Any) -> jax.Array:
     return jax.device_put(X, jax.NamedSharding(mesh, program.spec))
 
 
-def nested(sharded):
-    """A `shard_map` over one axis in one over the other; explicit axes are refused by JAX."""
+def doubled_sine(x):
+    return sow(2 * sow(jnp.sin(x), name="h", spec=BOTH), name="u")
 
-    def inner(x):
-        return sow(2 * sow(jnp.sin(x), name="h", spec=BOTH), name="u")
+
+def nested(sharded, inside=None, inner=doubled_sine):
+    """A `shard_map` over one axis in one over the other; explicit axes are refused by JAX."""
+    inside = inside or sharded
 
     def body(x):
         spec = P(None, "model")
-        return sharded.map(inner, spec, spec, axis_names={"model"}, mesh=None)(x)
+        return inside.map(inner, spec, spec, axis_names={"model"}, mesh=None)(x)
 
     return lambda x: jax.jit(sharded.map(body, P("data"), P("data"), axis_names={"data"}))(x)
 

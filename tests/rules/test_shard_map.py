@@ -156,13 +156,27 @@ def test_forward_values_in_a_gradient(program, sharded):
     assert_close(values, program.reference(sharded, X)[1])
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_nested(check_vma):
-    f = nested(Sharded(mesh_of(AxisType.Auto), check_vma))
+@pytest.mark.parametrize("outer, inner", [(True, True), (True, False), (False, False)])
+def test_nested(outer, inner):
+    # Types inside of an inner one that does not check say nothing of the axis of the outer one.
+    mesh = mesh_of(AxisType.Auto)
+    f = nested(Sharded(mesh, outer), Sharded(mesh, inner))
     out, values = nested_reference(X)
     assert_close(capture(f, mode="strict")(X), (out, values))
     assert_close(plant(f, values)(X), out)
+    assert_close(plant(f, {"u": add(1.0)})(X), out + 1)
+    sums, last = reap(f, {"u": (jnp.sum, harvest.folds.last())})(X)["u"]
+    assert_close((sums, last), (values["u"].sum((2, 3)), values["u"]))
     assert sites(f)(X)["u"].axes == (Axis("mesh", 4, ("data",)), Axis("mesh", 2, ("model",)))
+
+
+def test_a_planted_value_that_leaves_an_inner_one_that_does_not_check():
+    mesh = mesh_of(AxisType.Auto)
+    sine = lambda x: sow(jnp.sin(x), name="h", spec=BOTH)
+    f = nested(Sharded(mesh, True), Sharded(mesh, False), sine)
+    assert_close(plant(f, {"h": X})(X), X)
+    wanted = np.sin(X) + X
+    assert_close(capture(plant(f, {"h": add(X)}), mode="strict")(X), (wanted, {"h": wanted}))
 
 
 def test_nested_as_jax_differentiates_it():
