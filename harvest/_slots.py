@@ -102,12 +102,13 @@ def assembled(
         entered = [stack.enter(leaf) for stack, leaf in zip(stacks, leaves, strict=True)]
         return assembled(entered, specs, rest, varying, front)
 
-    return jax.shard_map(
+    mapped = jax.shard_map(
         body,
         in_specs=([stack.spec for stack in stacks],),
         out_specs=[layout.spec for layout in split],
         **shards.options,
-    )(list(leaves))
+    )
+    return jax.jit(mapped, inline=True)(list(leaves))  # as above
 
 
 def _mapped(
@@ -123,6 +124,7 @@ def _mapped(
         whole = [WHOLE.spec] * len(arrays)
         specs = [layout.spec for layout in layouts]
         mapped = jax.shard_map(body, in_specs=(whole,), out_specs=specs, **shards.options)
-        return mapped(list(map(shards.placed, arrays, whole)))
+        # JAX evaluates no `shard_map` inside another one operation by operation.
+        return jax.jit(mapped, inline=True)(list(map(shards.placed, arrays, whole)))
 
     return made

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import harvest
 from harvest import CondSum, PlantError, add, at, capture, folds, plant, reap, scale, sow
-from tests.shards import BOTH, P, Sharded, X, cut, joined, mesh_of
+from tests.shards import BOTH, P, Sharded, X, cut, joined, mesh_of, nested
 
 LENGTH = 3
 COUNT = 8  # shards
@@ -394,3 +394,10 @@ def test_indices_of_64_bits(sharded):
         f, x = lambda x: sharded.map(lambda x: body(x)[0])(x), placed(sharded)
         for index in (1, jnp.asarray(1)):
             assert_close(reap(f, {"h": folds.at(index)})(x)["h"], 4 * X)
+
+
+def test_a_fold_in_nested_ones_where_only_a_gradient_traces():
+    f = nested(Sharded(mesh_of(AxisType.Auto), check_vma=False))
+    total = lambda x: reap(f, {"h": folds.mean(), "u": folds.last()})(x)
+    grads = jax.grad(lambda x: sum(map(jnp.sum, total(x).values())))(X)
+    assert_close(grads, 3 * np.cos(X))
