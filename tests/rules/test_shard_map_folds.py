@@ -401,3 +401,21 @@ def test_a_fold_in_nested_ones_where_only_a_gradient_traces():
     total = lambda x: reap(f, {"h": folds.mean(), "u": folds.last()})(x)
     grads = jax.grad(lambda x: sum(map(jnp.sum, total(x).values())))(X)
     assert_close(grads, 3 * np.cos(X))
+
+
+def test_a_loop_between_nested_ones():
+    # The inner one does not check, so that JAX would let nothing of it into a carry.
+    outer, inner = (Sharded(mesh_of(AxisType.Auto), check) for check in (True, False))
+    spec = P(None, "model")
+    sine = lambda x: sow(jnp.sin(x), name="h")
+    body = inner.map(sine, spec, spec, axis_names={"model"}, mesh=None)
+    rows = lambda x: lax.map(body, jnp.stack([x, 2 * x])).sum(axis=0)
+    f = jax.jit(outer.map(rows, P("data"), P("data"), axis_names={"data"}))
+    stacks = lambda x: cut(x).reshape(4, 2, 2, 2)
+    last, mean, sums = reap(f, {"h": (folds.last(), folds.mean(), jnp.sum)})(X)["h"]
+    h = np.stack([stacks(np.sin(X)), stacks(np.sin(2 * X))])
+    assert_close(last, h[1])
+    assert_close(mean, h.mean(axis=0))
+    assert_close(sums, h.sum(axis=(3, 4)))
+    assert_close(reap(f)(X)["h"], h)
+    assert_close(plant(f, {"h": h})(X), f(X))
