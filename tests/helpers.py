@@ -152,14 +152,14 @@ def _converted(fn, x):
     return lambda x, *consts: jax.core.eval_jaxpr(jaxpr, consts, x)[0], [x, *jaxpr.consts]
 
 
-def _called(fn, x):
-    """`fn(x)` by a primitive."""
+def called(fn, x):
+    """`fn(x)` by a primitive. What `fn` closes over is passed to it: rules must not."""
     run, args = _converted(fn, x)
     return _Call(run, *map(jax.typeof, args))(*args)
 
 
 def hi_prim(x, site):
-    return _called(lambda x: plain(x, site), x)
+    return called(lambda x: plain(x, site), x)
 
 
 def scan(x, site, body=_body, wrap=lambda f: f, **options):
@@ -185,7 +185,7 @@ def remat_of_scan(x, site):
 
 def scan_of_hi_prim(x, site):
     def body(x, i, site):
-        return _called(lambda x: x * site(_h(x), i) / 2, x) + jnp.asarray(i, x.dtype)
+        return called(lambda x: x * site(_h(x), i) / 2, x) + jnp.asarray(i, x.dtype)
 
     return scan(x, site, body)
 

@@ -12,6 +12,7 @@ from jax import lax
 
 import harvest
 from harvest import capture, folds, grad, jvp, reap, sow
+from tests.helpers import called
 
 X = jnp.float32(0.6)
 
@@ -32,6 +33,15 @@ def custom_vjp(body, slope):
     return fn
 
 
+def with_honest_rule(body):
+    fn = jax.custom_vjp(body)
+    fn.defvjp(lambda x: jax.vjp(body, x), lambda pullback, ct: pullback(ct))
+    return fn
+
+
+kinds_with_references = pytest.mark.parametrize(
+    "custom", [with_honest_rule, lambda body: lambda x: called(body, x)]
+)
 kinds = pytest.mark.parametrize("custom", [custom_jvp, custom_vjp])
 
 
@@ -219,3 +229,23 @@ def test_the_rule_of_a_function_that_takes_numbers(custom):
         scaled = jax.custom_jvp(body)
         scaled.defjvp(lambda p, t: (scaled(*p), 100 * p[0] * t[0]))
     close(grad(scaled, argnums=0)(X, jnp.int32(3)), ({"h": 6 * X}, 100 * X))
+
+
+@kinds_with_references
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_reference_inside_of_the_body(custom, transform):
+    def body(a):
+        ref = jax.new_ref(a)
+        ref[...] = ref[...] * sow(jnp.cos(a), name="inside") ** 2
+        return ref[...]
+
+    f = lambda x: custom(body)(jnp.sin(x)) ** 3
+    out = A * jnp.cos(A) ** 2
+    wanted = {"inside": 3 * out**2 * A * 2 * jnp.cos(A)}
+    close(transform(grad(f))(X), wanted)
+    close(transform(grad(f, argnums=0))(X)[0], wanted)
+    value, tangent, _ = jvp(f, {"inside": jnp.float32(2)})(X)
+    close((value, tangent), (out**3, 2 * wanted["inside"]))
+    # The gradient is a function of what is before the site as well.
+    by_hand = lambda x: 6 * jnp.sin(x) ** 3 * jnp.cos(jnp.sin(x)) ** 5
+    close(jax.grad(lambda x: grad(f)(x)["inside"])(X), jax.grad(by_hand)(X))

@@ -15,6 +15,7 @@ from .._edit_nodes import Edit, split_arrays
 from .._expansion import guarded
 from .._lowered import lowered, raised
 from .._markers import is_side_effect
+from .._held import of_first
 from .._opened import opened
 from .._probe import is_probe, with_tangent_of
 from .._reading import Reading
@@ -84,13 +85,11 @@ def _rebuilt(eqn, invals, inside, jaxpr):
         eps, probes = split_arrays([a if isinstance(a, Edit) else None for a in actions])
         indices, lengths = split_arrays(loops)
 
-        @_of_second
-        def outs(rest, eps):
-            args, indices = rest
+        def outs(eps, args, indices):
             actions, loops = eqx.combine(eps, probes), eqx.combine(indices, lengths)
             return alone.run(jaxpr, args, actions=actions, loops=loops, live=live).outs
 
-        return outs((args, indices), eps) if edited and any(live) else []
+        return of_first(outs, eps, args, indices) if edited and any(live) else []
 
     outs, read, entered = opened(
         _compat.primitive_name(eqn),
@@ -102,35 +101,6 @@ def _rebuilt(eqn, invals, inside, jaxpr):
     if not any(live):
         return [None for _ in live], raised(read)
     return list(map(with_tangent_of, outs, entered)) if edited else outs, raised(read)
-
-
-def _of_second(fn):
-    """`fn(a, b)`, with derivatives with respect to `b` only: those do depend on `a`."""
-    of_second = jax.custom_jvp(fn)
-
-    @lambda rule: of_second.defjvp(rule, symbolic_zeros=True)
-    def _(primals, tangents):
-        a, b = primals
-        leaves, treedef = jax.tree.flatten(b)
-        tangents = jax.tree.leaves(tangents[1], is_leaf=_compat.is_symbolic_zero)
-        live = [not _compat.is_symbolic_zero(t) for t in tangents]
-        inputs, merge = _split(leaves, live)
-        nonzero, _ = _split(tangents, live)
-        at_a = lambda inputs: fn(a, jax.tree.unflatten(treedef, merge(inputs)))
-        return of_second(a, b), jax.jvp(at_a, (inputs,), (nonzero,))[1]
-
-    return of_second
-
-
-def _split(args, live):
-    """The arguments that are differentiated, and a function that puts them among the others."""
-    inputs = [a for a, chosen in zip(args, live, strict=True) if chosen]
-
-    def merge(inputs):
-        inputs = iter(inputs)
-        return [next(inputs) if chosen else a for a, chosen in zip(args, live, strict=True)]
-
-    return inputs, merge
 
 
 def _read_here(inside):
