@@ -118,6 +118,11 @@ class Entry:
         return isinstance(self.marker, Tag) or not self.marker.in_avals
 
     @property
+    def sums(self) -> bool:
+        """Whether a `CondSum` is read: that of the `cond` around it, or of one in each branch."""
+        return isinstance(self.type, CondSum)
+
+    @property
     def around(self) -> tuple[int | None, ...]:
         """Of `loops`, those around the `cond`; the branches know those inside it."""
         if self.summed or self.branches is None:
@@ -172,7 +177,7 @@ class Entry:
         outside = dataclasses.replace(
             self,
             type=jax.tree.map(shards.outside, self.type, layouts),
-            own=self.own if self.summed else tuple(map(_own_outside, self.own, layouts)),
+            own=self.own if self.sums else tuple(map(_own_outside, self.own, layouts)),
             branches=branches,
             crossed=((shards, layouts), *self.crossed),
         )
@@ -190,14 +195,18 @@ class Entry:
                     return obstacle
         return None
 
-    def layouts(self, shards: Shards) -> Any:
+    def layouts(self, shards: Shards, type: Any = None) -> Any:
         """How the shards of what is read here make up what is seen outside: a tree like `type`."""
+        type = self.type if type is None else type
+        branches = self.branches or ()
         if self.summed:
-            assert self.branches is not None
-            index = shards.stacking(self.type.index, len(self.type.index.shape))
-            return CondSum(index, tuple(b and b.layouts(shards) for b in self.branches))
-        specs = self.marker.label.spec or (None,) * len(self.type)
-        return [shards.layout(*leaf) for leaf in zip(self.type, self.own, specs, strict=True)]
+            index = shards.stacking(type.index, len(type.index.shape))
+            rows = zip(branches, type.branches, strict=True)
+            return CondSum(index, tuple(b and b.layouts(shards, t) for b, t in rows))
+        if self.sums:
+            return next(filter(None, branches)).layouts(shards, type)
+        specs = self.marker.label.spec or (None,) * len(type)
+        return [shards.layout(*leaf) for leaf in zip(type, self.own, specs, strict=True)]
 
     def running_unevenly(self, axes: frozenset[str]) -> "Entry":
         """As seen from outside a structure that not all shards along mesh axes run alike."""

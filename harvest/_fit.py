@@ -148,15 +148,14 @@ def _branchwise(
 
     A `while_loop` has no axis: there is one value for all its iterations.
     """
-    sums = isinstance(entry.type, CondSum)  # of this `cond`, or of one inside each branch
-    if not sums and not (isinstance(value, CondSum) and entry.branches is not None):
+    if not entry.sums and not (isinstance(value, CondSum) and entry.branches is not None):
         avals = entry.type
         for length in reversed(known(outer)):
             avals = [_types.stacked(aval, length) for aval in avals]
         return make(value, entry, avals, bool(known((*outer, *entry.loops))))
     assert entry.branches is not None
     outer = (*outer, *entry.around)
-    branchwise = isinstance(value, CondSum) and (entry.summed or not sums)
+    branchwise = isinstance(value, CondSum) and (entry.summed or not entry.sums)
     parts = value.branches if branchwise else None
     if parts is not None and len(parts) != len(entry.branches):
         raise PlantError(

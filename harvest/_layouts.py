@@ -58,6 +58,9 @@ def _of_read(part: Part, entry: Entry, shards: Shards, depth: int) -> Any:
 
 def _of_mapped(entry: Entry, type: Any, shards: Shards, outer: int) -> Any:
     loops = outer + len(known(entry.loops))
+    if entry.sums and not entry.summed:
+        inside = next(filter(None, entry.branches or ()))
+        return _of_mapped(inside, type, shards, outer + len(known(entry.around)))
     if entry.summed:
         rows = zip(entry.branches or (), type.branches, strict=True)
         branches = tuple(b and _of_mapped(b, t, shards, loops) for b, t in rows)
@@ -86,7 +89,7 @@ def _all_whole(tree: Any) -> Any:
 
 def spelled_out(edit: Any, entry: Entry) -> Any:
     """The edit, with one for each branch, and with one operand for each leaf."""
-    if isinstance(edit, Branches) or entry.summed:
+    if isinstance(edit, Branches) or entry.sums:
         branches = entry.branches or ()
         edits = edit.edits if isinstance(edit, Branches) else (edit,) * len(branches)
         pairs = zip(edits, branches, strict=True)

@@ -168,7 +168,7 @@ def probing(
     entry: Entry, eps: Any, make: Callable[[Any], Edit] = Probe, outer: tuple[Any, ...] = ()
 ) -> Edit:
     """The edit for an entry with an `eps` of the form of `zeros_at`."""
-    if not isinstance(entry.type, CondSum):
+    if not entry.sums:
         stacked = any(length is not None for length in (*outer, *entry.loops))
         return make(Each(eps) if stacked else eps)
     assert entry.branches is not None

@@ -126,7 +126,7 @@ def _specs(entry: Entry, avals: Sequence[Any], axes: Sequence[Axis]) -> Iterator
     """The type of each leaf of the collected value."""
     sizes = tuple(axis.size for axis in axes if axis.size is not None)
     types = [_in_front(sizes, aval) for aval in avals]
-    if entry.crossed and not entry.summed:  # where leaves have axes of their own
+    if entry.crossed and not entry.sums:  # where leaves have axes of their own
         types = entry.type
     arrays = iter(types)
     for static in entry.marker.label.structure.statics:

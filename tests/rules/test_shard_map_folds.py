@@ -419,3 +419,37 @@ def test_a_loop_between_nested_ones():
     assert_close(sums, h.sum(axis=(3, 4)))
     assert_close(reap(f)(X)["h"], h)
     assert_close(plant(f, {"h": h})(X), f(X))
+
+
+def one_sided(fn):
+    return lambda x, k: lax.cond(k > 0, fn, lambda x, k: 2 * x, x, k)
+
+
+def two_sided(fn):
+    return lambda x, k: lax.cond(k > 1, fn, lambda x, k: 3 * fn(x, k), x, k)
+
+
+@pytest.mark.parametrize("order", ["sharded two one", "two sharded one", "two one sharded"])
+def test_branches_that_all_hold_the_same_sum(sharded, order):
+    put = lambda fn: sharded.map(fn, (BOTH, P()))
+    around = {"sharded": put, "two": two_sided, "one": one_sided}
+    f = lambda x, k: 2 * x * sow(jnp.sin(x), name="h")
+    for name in reversed(order.split()):
+        f = around[name](f)
+    x = placed(sharded)
+    for k in range(3):
+        factor, there = 1 if k == 2 else 3, k > 0
+        out = factor * 2 * X * (np.sin(X) if there else 1)
+        value, collected = capture(f, mode="strict")(x, k)
+        h = collected["h"]
+        assert_close(value, out)
+        assert h.branches[0] is None
+        assert_close(h.branches[1], there * cut(np.sin(X)))
+        assert_close(plant(f, collected)(x, k), out)
+        assert_close(plant(f, {"h": scale(2.0)})(x, k), out * (1 + there))
+        sums, count = reap(f, {"h": (jnp.sum, folds.count())})(x, k)["h"]
+        assert_close(sums.branches[1], there * np.sin(cut(X)).sum((1, 2)))
+        assert np.unique(count) == there
+        gradient = harvest.grad(lambda x, k: f(x, k).sum())(x, k)["h"]
+        assert_close(gradient.branches[1], there * factor * cut(2 * X))
+    assert harvest.sites(f)(x, 1)["h"].spec == "f32[8,2,2]"
