@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from . import _compat, _hi_types, _types
 from ._batching import Positions, over_examples
 from ._edit_nodes import Branches, Chain, Each, Edit
-from ._entry import CondSum, Entry
+from ._entry import Entry
 from ._lowered import Lowered, raised, zeros
 from ._reading import Mapped, Reading
 from ._structure import HOLE, Packed, Structure, is_array

@@ -13,9 +13,9 @@ from .. import _compat
 from .._derived import Derived, Original, check_no_references
 from .._edit_nodes import Edit, split_arrays
 from .._expansion import guarded
+from .._held import of_first
 from .._lowered import lowered, raised
 from .._markers import is_side_effect
-from .._held import of_first
 from .._opened import opened
 from .._probe import is_probe, with_tangent_of
 from .._reading import Reading
