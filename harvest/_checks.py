@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import _compat
-from ._entry import BATCHED_WHILE, PREDICATE, UNSTACKED, Entry
+from ._entry import BATCHED_WHILE, PREDICATE, UNEVEN_WHILE, UNSTACKED, Entry
 from ._errors import DuplicateSiteError, SelectError, UnsupportedError
 from ._reading import Folded, Reading
 from ._select import matches
@@ -37,6 +37,9 @@ def check_open(entry: Entry, what: str) -> None:
     hint = {
         PREDICATE: "sow it in the body of the loop",
         BATCHED_WHILE: "which lanes run cannot be told apart from the other axes of its value; "
+        + _inside_vmap(what),
+        UNEVEN_WHILE: "where JAX takes a part of what it carries for alike in all shards: let that "
+        "differ from the beginning, by `jax.lax.pcast(..., to='varying')`, or "
         + _inside_vmap(what),
         UNSTACKED: "which lacks the methods `inc_rank` or `leading_axis_spec`: write them, sow its "
         "components, or leave the site out by `select`",

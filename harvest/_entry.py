@@ -17,6 +17,7 @@ from ._types import Dim
 # Places in a `while_loop` that cannot be opened.
 PREDICATE = "the predicate of a `while_loop`"
 BATCHED_WHILE = "a `while_loop` whose predicate `vmap` batched"
+UNEVEN_WHILE = "a `while_loop` that `vmap` batched, and that runs unevenly in a `shard_map`"
 
 # A loop that does not know how to stack values of a hi type.
 UNSTACKED = "a loop that cannot stack its hi type"

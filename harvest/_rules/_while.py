@@ -11,7 +11,7 @@ from jax import lax
 from .. import _compat, _types
 from .._dependence import varying
 from .._edit_nodes import Loop
-from .._entry import BATCHED_WHILE, PREDICATE
+from .._entry import BATCHED_WHILE, PREDICATE, UNEVEN_WHILE
 from .._errors import UnsupportedError
 from .._loop_slots import LoopSlots
 from .._rule import register_rule
@@ -31,6 +31,9 @@ class While:
             lanes = tuple(_types.dims(params.cond_jaxpr.out_avals[0]))
             body = [_in_lanes(e, lanes, varies) for span, varies in spans for e in span]
         uneven = _compat.varying(params.cond_jaxpr.out_avals[0])
+        if params.lanes and not all(uneven <= _compat.varying(a) for a in _carried(params)):
+            # Lanes that are done keep what they have, so that it differs: JAX does not check that.
+            body = [entry.block(UNEVEN_WHILE) for entry in body]
         body = [entry.running_unevenly(uneven).looped(None) for entry in body]
         return [*(e.block(PREDICATE) for e in predicate), *body]
 
@@ -71,6 +74,12 @@ class While:
 
         carry, states, _ = lax.while_loop(runs, body, (carry, states, step))
         return carry, loop.merged(states, ())
+
+
+def _carried(params):
+    """The types of the arrays that a loop carries."""
+    carried = params.body_jaxpr.in_avals[params.body_consts :]
+    return [aval for aval in carried if _compat.is_array_type(aval)]
 
 
 def _in_lanes(entry, lanes, varies):

@@ -11,7 +11,19 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
 import harvest
-from harvest import CondSum, PlantError, add, at, capture, folds, plant, reap, scale, sow
+from harvest import (
+    CondSum,
+    PlantError,
+    UnsupportedError,
+    add,
+    at,
+    capture,
+    folds,
+    plant,
+    reap,
+    scale,
+    sow,
+)
 from tests.shards import BOTH, P, Sharded, X, cut, joined, mesh_of, nested
 
 LENGTH = 3
@@ -453,3 +465,27 @@ def test_branches_that_all_hold_the_same_sum(sharded, order):
         gradient = harvest.grad(lambda x, k: f(x, k).sum())(x, k)["h"]
         assert_close(gradient.branches[1], there * factor * cut(2 * X))
     assert harvest.sites(f)(x, 1)["h"].spec == "f32[8,2,2]"
+
+
+def test_a_loop_of_a_batch_that_counts_in_each_shard():
+    # To JAX the count is alike in all shards, though lanes that are done no longer count.
+    def looped(start):
+        def body(x):
+            more = lambda state: state[0][0, 0] < 3
+            step = lambda state: (sow(state[0] + 1, name="h"), state[1] + 1)
+            x, count = lax.while_loop(more, step, (x, start()))
+            return x + count
+
+        return Sharded(mesh_of(AxisType.Auto), check_vma=True).map(body)
+
+    alike = lambda: jnp.float32(0)
+    differing = lambda: lax.pcast(alike(), ("data", "model"), to="varying")
+    xs, select = np.stack([X, X + 0.5]), {"h": folds.last()}
+    counts = np.clip(np.ceil(3 - np.stack(list(map(cut, xs)))[:, :, :1, :1]), 0, None)
+    wanted = (counts > 0) * (np.stack(list(map(cut, xs))) + counts)
+    assert_close(reap(jax.vmap(looped(differing)), select)(xs)["h"], wanted)
+    assert_close(jax.vmap(reap(looped(alike), select))(xs)["h"], wanted)
+    message = r"'h' \(sown at .*\) is inside a `while_loop` that `vmap` batched, and .* unevenly"
+    for transform in (lambda f: reap(f, select), lambda f: plant(f, {"h": scale(2.0)})):
+        with pytest.raises(UnsupportedError, match=message):
+            transform(jax.vmap(looped(alike)))(xs)
