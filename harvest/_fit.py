@@ -61,7 +61,7 @@ def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str) -> Any:
         )
     further = sorted(_compat.varying(got) - _compat.varying(wanted))
     if further and _compat.manual_axes() and not _compat.checks_varying():
-        leaf = _compat.unvarying(leaf)
+        leaf = _compat.unvarying(jnp.asarray(leaf))
     elif further and _compat.manual_axes():
         raise PlantError(
             f"got a value{at} that varies along the mesh axes {further}, along which the one that "
