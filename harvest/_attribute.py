@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from . import _compat, _types
@@ -15,8 +16,11 @@ from ._errors import GradError, UnsupportedError
 from ._experiments import Cells, Experiment, Experiments
 from ._fit import known
 from ._fork import Cell
+from ._interpreter import Replay
+from ._markers import Tag, mark
 from ._plan_probes import plan_probes, with_reads
 from ._probe import has_derivative
+from ._walk import Walk
 
 
 def attribute(
@@ -115,16 +119,15 @@ def _estimate(experiment: Experiment, values: list[Any], grads: list[Any], zero:
 
     def cell(index: Any, number: Any) -> Any:
         edit = experiment.edit(index, number)
+        if entry.crossed:
+            return change(index, edit, values, grads, zero)
         with _compat.mesh_of(marker.in_avals):
             estimate = change(*_compat.in_this_mesh((index, edit, values, grads, zero)))
         return _compat.in_this_mesh(estimate)
 
     def change(index: Any, edit: Edit, values: Any, grads: Any, zero: Any) -> Any:
         here = [value[index] for value in values]
-        loops = tuple(map(Loop, index, lengths))
-        before = _types.axes_from_front(here, marker.positions, marker.in_avals)
-        after = apply_edit(edit, marker, before, loops, entry.describe())
-        edited = _types.axes_to_front(after, marker.positions)
+        edited = _edited(entry, edit, here, tuple(map(Loop, index, lengths)))
         changes = (
             # What is left alone may be infinite, as a masked score is.
             jnp.sum(jnp.where(new == old, 0, (new - old) * grad[index])).real.astype(zero.dtype)
@@ -134,3 +137,26 @@ def _estimate(experiment: Experiment, values: list[Any], grads: list[Any], zero:
         return sum(changes, zero)
 
     return cell
+
+
+def _edited(entry: Entry, edit: Edit, values: list[Any], loops: tuple[Loop, ...]) -> list[Any]:
+    """What an edit makes of a value of one iteration, which has the axes of batches in front."""
+    marker = entry.marker
+    if not entry.crossed:
+        before = _types.axes_from_front(values, marker.positions, marker.in_avals)
+        after = apply_edit(edit, marker, before, loops, entry.describe())
+        return _types.axes_to_front(after, marker.positions)
+
+    # A site of the same kind in the same `shard_map`s, where the edit sees what it is made for.
+    def sown(values: Sequence[Any]) -> list[Any]:
+        before = _types.axes_from_front(values, marker.positions, marker.in_avals)
+        return _types.axes_to_front(mark(before, marker.label, marker.positions), marker.positions)
+
+    for shards, layouts in reversed(entry.crossed):
+        sown = shards.around(sown, layouts)
+    with _compat.PLANTING(True):
+        jaxpr = jax.make_jaxpr(sown)(list(map(jax.typeof, values)))
+    walk = Walk()
+    actions = [edit if isinstance(e.marker, Tag) else None for e in walk.entries(jaxpr)]
+    replay = Replay(walk, marks=False)
+    return replay.run(jaxpr, values, actions, loops, (True,) * len(values)).outs

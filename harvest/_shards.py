@@ -157,6 +157,24 @@ class Shards(NamedTuple):
         jax.eval_shape(mapped, types)
         return results[0]
 
+    def around(
+        self, fn: Callable[[list[Any]], list[Any]], layouts: Sequence[Layout]
+    ) -> Callable[[Sequence[Any]], list[Any]]:
+        """`fn` of shards, as a function of the global arrays that they make up."""
+
+        def mapped(values: Sequence[Any]) -> list[Any]:
+            pairs = zip(layouts, values, strict=True)
+            mine = [layout.aligned(value.ndim) for layout, value in pairs]
+
+            def body(values: Sequence[Any]) -> list[Any]:
+                shards = fn([layout.enter(x) for layout, x in zip(mine, values, strict=True)])
+                return [layout.leave(x) for layout, x in zip(mine, shards, strict=True)]
+
+            specs = [layout.spec for layout in mine]
+            return jax.shard_map(body, in_specs=(specs,), out_specs=specs, **self.options)(values)
+
+        return mapped
+
     def placed(self, value: Any, spec: Any) -> Any:
         """Where axes of the mesh are explicit, `shard_map` wants an argument sharded as it says."""
         if not isinstance(spec, PartitionSpec):
