@@ -80,6 +80,11 @@ def _check_vector(value: Any, name: str) -> Any:
     return type
 
 
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    fits = [size in (1, wanted) for size, wanted in zip(shape[::-1], to[::-1], strict=False)]
+    return len(shape) <= len(to) and all(fits)
+
+
 def _operand(operand: Any, like: Any) -> Any:
     """`operand` with the shape and dtype of `like`."""
     if _compat.is_hi(operand):
@@ -97,11 +102,11 @@ def _operand(operand: Any, like: Any) -> Any:
         raise PlantError(
             f"got an operand of type {_types.describe(operand)} for {_types.describe(like)}"
         )
-    try:
-        operand = jnp.broadcast_to(operand.astype(like.dtype), like.shape)
-    except ValueError:
+    if not _broadcasts(operand.shape, like.shape):
         raise PlantError(
             f"got an operand of type {_types.describe(operand)}, which does not broadcast to "
             f"{_types.describe(like)}"
-        ) from None
+        )
+    operand = _compat.on_mesh_of(operand, jax.typeof(like))
+    operand = jnp.broadcast_to(operand.astype(like.dtype), like.shape)
     return _compat.placed_like(operand, jax.typeof(like))

@@ -148,7 +148,7 @@ def _edited(entry: Entry, edit: Edit, values: list[Any], loops: tuple[Loop, ...]
         return _types.axes_to_front(after, marker.positions)
 
     # A site of the same kind in the same `shard_map`s, where the edit sees what it is made for.
-    def sown(values: Sequence[Any]) -> list[Any]:
+    def sown(values: Sequence[Any], /) -> list[Any]:
         before = _types.axes_from_front(values, marker.positions, marker.in_avals)
         return _types.axes_to_front(mark(before, marker.label, marker.positions), marker.positions)
 

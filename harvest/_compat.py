@@ -32,7 +32,7 @@ from jax.extend.core import (
     primitives,
     take_current_trace,
 )
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 # Whose lines are never "the user's": this package, and the wrappers that jaxtyping and beartype
 # put around functions.
@@ -706,6 +706,15 @@ def placed(value: Any, sharding: Any) -> Any:
     else:
         resharded = not same_mesh or aval.sharding.spec != wanted.spec
     return jax.sharding.reshard(value, wanted) if resharded else value
+
+
+def on_mesh_of(value: Any, aval: Any) -> Any:
+    """`value` on the mesh of `aval`, if it is on another one: JAX computes nothing of both."""
+    theirs, mine = (getattr(x, "sharding", None) for x in (aval, jax.typeof(value)))
+    if not theirs or not mine or theirs.mesh.empty or mine.mesh.empty or theirs.mesh == mine.mesh:
+        return value
+    spec = theirs.spec if value.shape == aval.shape else PartitionSpec()
+    return placed(value, NamedSharding(theirs.mesh, spec))
 
 
 def can_reshard(got: Any, wanted: Any) -> bool:

@@ -24,6 +24,7 @@ class Watched:
     kind: Literal["sow", "cotangent"]
     source: str
     known: tuple[bool, ...]  # for each loop around it, whether its results have an axis
+    mesh: tuple[dict[str, int], ...]  # for each axis of shards of its results, the mesh axes in it
     path: Path
     sources: frozenset[Source]
 
@@ -43,7 +44,7 @@ def report(watched: Sequence[Watched], found: Sequence[Any], arguments: Argument
 
 
 class _Runs:
-    """When a site ran, and the ranges it had: a row for each iteration and example of a batch."""
+    """When a site ran, and the ranges it had: a row for each iteration, example and shard."""
 
     def __init__(self, site: Watched, result: Any):
         self.site = site
@@ -87,6 +88,7 @@ def range_of(name: str, kind: Any, stats: Any) -> Range:
 
 def _fault(runs: _Runs, row: int, others: Mapping[Place, _Runs], arguments: Arguments) -> Fault:
     site, index, lane = runs.site, runs.index[row].tolist(), runs.lane[row].tolist()
+    batch = len(lane) - len(site.mesh)
     orders = [loop.order(i) for loop, i in zip(runs.loops, index, strict=False)]
     reaching = [s for s in site.sources if all(map(operator.ge, orders, s.rounds))]
     given = {-1 - source.place[0] for source in reaching if source.place[0] < 0}
@@ -103,10 +105,18 @@ def _fault(runs: _Runs, row: int, others: Mapping[Place, _Runs], arguments: Argu
         site.kind,
         site.source,
         tuple(index),
-        tuple(lane),
+        tuple(lane[:batch]),
+        _shard(lane[batch:], site.mesh),
         runs.range(row),
         tuple(value for value in inputs if value.low <= value.high or value.nan or value.inf),
     )
+
+
+def _shard(indices: Sequence[int], mesh: Sequence[dict[str, int]]) -> dict[str, int]:
+    """Where on the mesh the shards are that have these indices."""
+    pairs = zip(indices, mesh, strict=True)
+    places = [(axes, np.unravel_index(index, tuple(axes.values()))) for index, axes in pairs]
+    return {name: int(i) for axes, place in places for name, i in zip(axes, place, strict=True)}
 
 
 def _before(runs: _Runs, row: int, other: _Runs, source: Source) -> list[int]:

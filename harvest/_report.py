@@ -68,6 +68,7 @@ class Fault:
     - `key`, `kind`, `source`: as of its [`harvest.Site`][].
     - `index`: the iteration of the loops around it, outermost first.
     - `lane`: which example of the batches that `vmap` made.
+    - `shard`: in a `shard_map`, the place on the mesh, if shards differ: an index by mesh axis.
     - `value`: the [`harvest.debug.Range`][] of the site itself.
     - `inputs`: those of the nearest arguments and watched sites that it is computed from: in that
         iteration and example, or the last one in which they ran, or all those that it is computed
@@ -79,12 +80,14 @@ class Fault:
     source: str
     index: tuple[int, ...]
     lane: tuple[int, ...]
+    shard: dict[str, int]
     value: Range
     inputs: tuple[Range, ...]
 
     def __str__(self) -> str:
         where = [f"iteration {_listed(self.index)}"] if self.index else []
         where += [f"example {_listed(self.lane)}"] if self.lane else []
+        where += [f"shard {name}={index}" for name, index in self.shard.items()]
         lines = [", ".join([f"{_of(self.kind)}{self.key!r}", *where, f"sown at {self.source}"])]
         lines += [f"    {self.value}"]
         lines += [f"    from {value}" for value in self.inputs]

@@ -158,7 +158,7 @@ class Shards(NamedTuple):
         return results[0]
 
     def around(
-        self, fn: Callable[[list[Any]], list[Any]], layouts: Sequence[Layout]
+        self, fn: Callable[[Sequence[Any]], list[Any]], layouts: Sequence[Layout]
     ) -> Callable[[Sequence[Any]], list[Any]]:
         """`fn` of shards, as a function of the global arrays that they make up."""
 

@@ -145,6 +145,7 @@ def _watched(program: Program, entries: Sequence[Entry], actions: Any) -> tuple[
             inner.marker.label.kind,
             inner.source,
             _known(action, loops),
+            _mesh(action, entry),
             upstream.paths[position, number],
             upstream.sources[position, number],
         )
@@ -158,3 +159,11 @@ def _known(action: Any, loops: Sequence[int | None]) -> tuple[bool, ...]:
     """For each loop around a site, whether the results have an axis for it."""
     (part,) = action.parts
     return tuple(not part.level(depth).folded for depth in range(len(loops)))
+
+
+def _mesh(action: Any, entry: Entry) -> tuple[dict[str, int], ...]:
+    """For each axis on which the shards of a result are stacked, the mesh axes and their sizes."""
+    (part,) = action.parts
+    varying = frozenset().union(*part.varying)
+    stacked = [(shards.mesh.shape, shards.differing(varying)) for shards in entry.shards]
+    return tuple({name: shape[name] for name in names} for shape, names in stacked if names)

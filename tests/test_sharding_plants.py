@@ -76,6 +76,18 @@ def test_edits_are_resharded(name, mesh):
         )
 
 
+@on_explicit
+@pytest.mark.parametrize("other", ["explicit", "auto"])
+def test_operands_of_another_shape_are_resharded(other, mesh):
+    x, row = put(X, mesh, "d", "m"), np.arange(4, dtype=np.float32)
+    f = sown(PROGRAMS["plain"])
+    wanted = PROGRAMS["plain"].fn(X, lambda h, step: h * row[None])
+    got = plant(f, {"h": harvest.scale(put(row, MESHES[other], "m"))})(x)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    with pytest.raises(PlantError, match=r"f32\[3\].* does not broadcast to f32\[8.*4"):
+        plant(f, {"h": harvest.add(row[:3])})(x)
+
+
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_arguments_that_are_not_needed_say_on_which_devices(kind):
     mesh = MESHES[kind]

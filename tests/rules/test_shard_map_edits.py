@@ -49,8 +49,8 @@ def sharded(request, mesh):
     return Sharded(mesh, request.param)
 
 
-def placed(sharded, spec=BOTH):
-    return jax.device_put(X, NamedSharding(sharded.mesh, spec))
+def placed(sharded, x=X, spec=BOTH):
+    return jax.device_put(x, NamedSharding(sharded.mesh, spec))
 
 
 def layers(sharded):
@@ -245,8 +245,15 @@ def test_the_first_site_that_is_not_finite(sharded):
         x = sow(x, name="a", spec=BOTH)
         return sow(jnp.log(x), name="b")
 
-    report = str(harvest.debug.nonfinite(sharded.map(body))(placed(sharded)))
-    assert report.startswith("of 2 sites, the first that is not finite:\n'b'")
+    f, x = sharded.map(body), np.ones_like(X)
+    assert not harvest.debug.nonfinite(f)(placed(sharded, x))
+    x[5, 3] = -1
+    (fault,) = harvest.debug.nonfinite(f)(placed(sharded, x))
+    assert (fault.key, fault.lane, fault.shard) == ("b", (), {"data": 2, "model": 1})
+    assert "'b', shard data=2, shard model=1, sown at" in str(fault)
+    batch = placed(sharded, np.stack([abs(x), x]), P(None, *BOTH))
+    (fault,) = harvest.debug.nonfinite(jax.vmap(f))(batch)
+    assert (fault.lane, fault.shard) == ((1,), {"data": 2, "model": 1})
 
 
 NO_VALUES = {
