@@ -53,7 +53,8 @@ def _mapped(
 
     def flat(leaves: list[Any], *others: Any) -> list[Any]:
         edited = fn(structure.unflatten(leaves), *others)
-        return fit(edited, structure, [jax.typeof(x) for x in leaves], where)
+        one = f"{where}, in one shard" if _compat.manual_axes() else where
+        return fit(edited, structure, [jax.typeof(x) for x in leaves], one)
 
     flat = over_examples(flat, marker.positions, also=also, keeps_axes=True)
 

@@ -77,8 +77,12 @@ def check_unique(entries: Sequence[Entry], what: str) -> None:
         by_key.setdefault(entry.key, []).append(entry.source)
     for key, sources in by_key.items():
         if len(sources) > 1:
-            lines = "".join(f"\n    {source}" for source in sources[:10])
-            more = f"\n    and {len(sources) - 10} more" if len(sources) > 10 else ""
+            lines = "".join(
+                f"\n    {source}" + (f" ({count} times)" if count > 1 else "")
+                for source, count in list(collections.Counter(sources).items())[:10]
+            )
+            others = len(set(sources)) - 10
+            more = f"\n    and {others} more lines" if others > 0 else ""
             in_order = ', or treat them in call order with mode="append"'
             hint = "" if what in ("sweep", "attribute") else in_order  # which have no modes
             raise DuplicateSiteError(

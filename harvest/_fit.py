@@ -106,8 +106,16 @@ def _check_not_occurrences(value: Any, entry: Entry, mode: Mode) -> None:
 
 
 def _replacing(value: Any, entry: Entry, avals: Sequence[Any], stacked: bool) -> Edit:
-    fit(value, entry.marker.label.structure, avals, entry.describe())
+    fit(value, entry.marker.label.structure, avals, entry.describe() + _form_of(entry))
     return Each(Replace(value)) if stacked else Replace(value)
+
+
+def _form_of(entry: Entry) -> str:
+    """Why a value has other axes than one may expect."""
+    if None in entry.loops:
+        return ", which has one value for all iterations of its `while_loop`"
+    stacked = any(layout.stacked for layout in jax.tree.leaves([x for _, x in entry.crossed]))
+    return ", whose shards are stacked, as its `sow` has no `spec`" if stacked else ""
 
 
 def _pushing(value: Any, entry: Entry, avals: Sequence[Any], stacked: bool) -> Edit:

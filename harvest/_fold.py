@@ -47,8 +47,9 @@ class Fold(eqx.Module):
     arguments of the compiled program, so that new ones do not retrace.
 
     Inside a `jax.shard_map` a fold sees one shard; its results are stacked along a new axis, as
-    those of a `sow` without `spec`. Unless it says that the result is `like_value`, axis by axis:
-    then they make up a global array by the `spec`.
+    those of a `sow` without `spec`. Unless its class has `like_value = True`, which says that the
+    result has the axes of the value: then they make up a global array by the `spec`. So it is with
+    `at`, `last`, `maximum` and `mean`.
     """
 
     like_value: ClassVar[bool] = False

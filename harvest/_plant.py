@@ -50,7 +50,8 @@ def plant(
         is a callable `value -> value`, such as an Equinox module, or one of [`harvest.replace`][],
         [`harvest.add`][], [`harvest.scale`][], [`harvest.zero`][], [`harvest.at`][],
         [`harvest.indexed`][], [`harvest.each`][], [`harvest.chain`][]; it sees the value of one
-        iteration, for one example of a batch, and must keep its type.
+        iteration, for one example of a batch and, in a `shard_map`, in one shard (where indices
+        are local: mind `jax.lax.axis_index`), and must keep its type.
     - `mode`: in `"strict"`, each key stands for one site. In `"append"`, values are tuples with one
         item for each occurrence, in call order, where `None` leaves an occurrence alone, and an
         edit applies to all occurrences.

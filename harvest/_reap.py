@@ -53,8 +53,9 @@ def reap(
         these. Or a mapping from
         these to reducers, of which the first that matches counts: `None` (the value as it is), a
         function of the value, a fold over loop iterations ([`harvest.Fold`][]), or a tuple of
-        these, for a tuple of results. A reducer runs at the site, inside the loops and for one
-        example of a batch, so that the whole values are never kept.
+        these, for a tuple of results. A reducer runs at the site, inside the loops, for one
+        example of a batch and in one shard of a `shard_map`, so that the whole values are never
+        kept.
     - `mode`: in `"strict"`, each key stands for one site. In `"append"`, values are tuples of all
         occurrences in call order.
 

@@ -47,8 +47,10 @@ def sow(value: Any, *, name: str, spec: Any = None) -> Any:
         and planted: a `PartitionSpec` (of a hi type, its `HiPspec`), or a pytree of them that is a
         prefix of `value`, as `out_specs`. It is about the axes of `value`, not about those that
         loops and `vmap` add in front. Without, shards that differ are stacked on a new axis in
-        front of those of `value`, in the order of the mesh, and what is the same in all of them is
-        collected once (under `check_vma=False`, which does not tell, all are stacked).
+        front of those of `value`, in the order of the mesh (its first axis is the slowest), and
+        what is the same in all of them is collected once (under `check_vma=False`, which does not
+        tell, all are stacked). Outside of a `shard_map` it has no effect, so that one model serves
+        both.
 
     **Returns:**
 

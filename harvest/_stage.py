@@ -193,7 +193,8 @@ def _checked(fn: Any, name: str) -> Callable[..., Any]:
     """`fn`, with `functools.partial` as a pytree; an error for what tracing would break."""
     if not callable(fn):
         raise UnsupportedError(
-            f"`{name}` got {fn!r} of type `{type(fn).__name__}`; wanted a callable"
+            f"`{name}` got a `{type(fn).__name__}`; wanted a callable: write "
+            f"`{name}(fn, ...)(*args)`, not `{name}(fn(*args))`"
         )
     for kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction):
         if kind(fn):

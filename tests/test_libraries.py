@@ -141,7 +141,7 @@ def test_the_signature_of_a_module_is_kept():
 
 
 def test_what_cannot_be_called_is_refused():
-    with pytest.raises(harvest.UnsupportedError, match="got 3 of type `int`; wanted a callable"):
+    with pytest.raises(harvest.UnsupportedError, match="got a `int`; wanted a callable"):
         _checked(3, "reap")  # what the type checker of the tests keeps from happening further out
 
 

@@ -275,7 +275,7 @@ def in_a_solve(x):
 
 REFUSED = [
     (lambda x: sow(x, name="g"), UnknownSiteError, r"the key 'h' matches no site; .*'g' \(sown at"),
-    (twice, DuplicateSiteError, r"'h' is sown 2 times:(\n.*test_sweep.py:\d+){2}"),
+    (twice, DuplicateSiteError, r"'h' is sown 2 times:\n.*test_sweep.py:\d+ \(2 times\)\n"),
     (in_a_while, UnsupportedError, r"'h' \(sown at .*test_sweep.py.* is inside a `while_loop`"),
     (in_a_predicate, UnsupportedError, "is inside the predicate of a `while_loop`"),
     (in_branches, UnsupportedError, "in some branches of a `cond` only.*sow it in every branch"),
