@@ -69,9 +69,9 @@ def sweep(
         selection, if the edit needs no source.
     - `edit`: what is done to a value, called as `edit(value, source_value, row)`; without a dict as
         `source` there is no `source_value`, and without a grid no `row`. Value and source are those
-        of one iteration, for one example of a batch, in one shard of a `shard_map`. An edit such as [`harvest.zero`][] does as
-        well. For sites of different shapes it may be a mapping from selections to edits, of which
-        the first that matches counts.
+        of one iteration, for one example of a batch, in one shard of a `shard_map`. An edit such as
+        [`harvest.zero`][] does as well. For sites of different shapes it may be a mapping from
+        selections to edits, of which the first that matches counts.
     - `grid`: the experiments at each site and iteration: `harvest.grid(...)`, the product of named
         axes, or a pytree of arrays with one leading axis. What differs for each example of a batch
         is wrapped in [`harvest.per_example`][]. `None` is one experiment.
