@@ -10,7 +10,15 @@ from jax.experimental.hijax import HiPrim, Zero, vmap_rule
 from jax.extend.core import Jaxpr
 
 from . import _compat
-from ._derived import Collected, Constant, Derived, check_no_references, no_tangents, without
+from ._derived import (
+    Collected,
+    Constant,
+    Derived,
+    Original,
+    check_no_references,
+    no_tangents,
+    without,
+)
 from ._errors import UnsupportedError
 from ._interpreter import Replay
 from ._walk import Walk
@@ -76,8 +84,10 @@ class Opened(HiPrim):
             [True] * len(group) if isinstance(pullback, Constant) else pullback.out_nzs
             for group, pullback in zip(outs, pullbacks, strict=True)
         )
-        # Structured residuals are those of the primitive that was opened.
-        first, residual = _compat.without_structured_residual(pullbacks[0])
+        # Structured residuals are those of the primitive that was opened, if one was.
+        first, residual = pullbacks[0], None
+        if isinstance(self.derived[0], Original):
+            first, residual = _compat.without_structured_residual(first)
         residuals = (first, *pullbacks[1:]), Constant(nzs_in)
         return (outs, residuals, nzs_out, *([] if residual is None else [residual]))
 
