@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 
-from harvest import SowError, capture, perturb, plant, reap, sow
+from harvest import PlantError, SowError, capture, perturb, plant, reap, sow
 from tests.shards import BOTH, P, Sharded, X, cut, joined, mesh_of
 
 MESH = mesh_of(AxisType.Auto)
@@ -142,3 +142,12 @@ def test_every_type_of_leaf():
     half = np.asarray(jnp.asarray(X, jnp.bfloat16), np.float32)
     wanted = joined(np.stack(noise)) + np.where(X > 0, half, 0)
     np.testing.assert_allclose(swapped, wanted, rtol=1e-6)
+
+
+def test_why_a_value_has_other_axes_than_expected():
+    f = CHECKED.map(lambda x: sow(x, name="h"))
+    stacked = r"got f32\[8,4\], wanted f32\[8,2,2\], for the site 'h' .*, whose shards are stacked"
+    with pytest.raises(PlantError, match=stacked):
+        plant(f, {"h": X})(X)
+    with pytest.raises(PlantError, match=r"got f32\[2\], wanted f32\[2,2\],.* in one shard"):
+        plant(f, {"h": lambda h: h[0]})(X)

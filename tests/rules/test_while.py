@@ -247,8 +247,10 @@ MISFITS = {
 @pytest.mark.parametrize("name", MISFITS)
 def test_edits_that_need_a_length(name):
     edit, match = MISFITS[name]
-    with pytest.raises(PlantError, match=f"{match}.*, for the site 'h'"):
+    with pytest.raises(PlantError, match=f"{match}.*, for the site 'h'") as error:
         plant(double, {"h": edit})(1.0, 3)
+    if name == "stacked":
+        assert "which has one value for all iterations of its `while_loop`" in str(error.value)
 
 
 def scanned(x):
