@@ -17,6 +17,11 @@ def as_edit(edit: Any) -> Edit:
     """An edit as it is; a callable as an edit by calling it; anything else as a new value."""
     if isinstance(edit, Edit):
         return edit
+    if getattr(edit, "__module__", None) == __name__:
+        raise PlantError(
+            f"got `harvest.{edit.__name__}` as an edit; wanted what it returns: call it, as "
+            f"`harvest.{edit.__name__}(...)`"
+        )
     if isinstance(edit, functools.partial):
         edit = Bound.of(edit)
     return Call(edit) if callable(edit) else Replace(edit)

@@ -192,8 +192,10 @@ def nearest(key: str, sources: Mapping[str, str | None]) -> str:
     if not keys:
         return "there are none"
     name = key.rpartition("/")[2]
-    close = [k for k in keys if k.rpartition("/")[2] == name and k != key][:3]
-    if close := close or difflib.get_close_matches(key, keys, n=3, cutoff=0.5):
+    scoped = [k for k in keys if k.rpartition("/")[2] == name and k != key]
+    if len(scoped) > 1 and key == name and not any(c in key for c in "*?"):
+        return f"'**/{key}' matches {len(scoped)} sites, as {_located(scoped[0], sources)}"
+    if close := scoped[:3] or difflib.get_close_matches(key, keys, n=3, cutoff=0.5):
         return "did you mean " + " or ".join(_located(k, sources) for k in close) + "?"
     listed = ", ".join(_located(k, sources) for k in keys[:12])
     return f"there are {listed}" + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")

@@ -17,12 +17,17 @@ from ._structure import HOLE, Structure, is_array, same_static
 Mode = Literal["strict", "append"]
 
 
-def fit(value: Any, structure: Structure, avals: Sequence[Any], where: str) -> list[Any]:
-    """The leaves of `value`, checked to be of these types, for a site of this structure."""
+def fit(
+    value: Any, structure: Structure, avals: Sequence[Any], where: str, form: str = ""
+) -> list[Any]:
+    """The leaves of `value`, checked to be of these types, for a site of this structure.
+
+    `form` says why they have these axes.
+    """
     leaves, treedef = jax.tree.flatten(value)
     if treedef != structure.treedef:
         raise PlantError(
-            f"got a value of structure {treedef}, wanted {structure.treedef}, for {where}"
+            f"got a value of structure {treedef}, wanted {structure.treedef}, for {where}{form}"
         )
     wanted = iter(avals)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(value)]
@@ -30,7 +35,7 @@ def fit(value: Any, structure: Structure, avals: Sequence[Any], where: str) -> l
     for path, leaf, static in zip(paths, leaves, structure.statics, strict=True):
         at = f" at {jax.tree_util.keystr(path)}" if path else ""
         if static is HOLE:
-            fitted.append(_fit_leaf(leaf, next(wanted), at, where))
+            fitted.append(_fit_leaf(leaf, next(wanted), at, where, form))
         elif not same_static(leaf, static):
             raise PlantError(
                 f"got {leaf!r}{at}, where {where} has the static leaf {static!r}; static leaves "
@@ -39,7 +44,7 @@ def fit(value: Any, structure: Structure, avals: Sequence[Any], where: str) -> l
     return fitted
 
 
-def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str) -> Any:
+def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str, form: str = "") -> Any:
     if _compat.is_hi(leaf) or _compat.is_hi_type(wanted):
         if not _compat.is_hi(leaf) or jax.typeof(leaf) != wanted:
             got = _types.describe(leaf)
@@ -56,6 +61,7 @@ def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str) -> Any:
         extended = jnp.issubdtype(wanted.dtype, jax.dtypes.extended)
         can_cast = got.shape == wanted.shape and not extended
         hint = f"; cast it with `.astype({str(wanted.dtype)!r})`" if can_cast else ""
+        hint = hint if got.shape == wanted.shape else form
         raise PlantError(
             f"got {_types.short(got)}{at}, wanted {_types.short(wanted)}, for {where}{hint}"
         )
@@ -106,7 +112,7 @@ def _check_not_occurrences(value: Any, entry: Entry, mode: Mode) -> None:
 
 
 def _replacing(value: Any, entry: Entry, avals: Sequence[Any], stacked: bool) -> Edit:
-    fit(value, entry.marker.label.structure, avals, entry.describe() + _form_of(entry))
+    fit(value, entry.marker.label.structure, avals, entry.describe(), _form_of(entry))
     return Each(Replace(value)) if stacked else Replace(value)
 
 
@@ -114,6 +120,12 @@ def _form_of(entry: Entry) -> str:
     """Why a value has other axes than one may expect."""
     if None in entry.loops:
         return ", which has one value for all iterations of its `while_loop`"
+    if lengths := known(entry.loops):
+        count = " x ".join(map(str, lengths))
+        return (
+            f", the values of {count} iterations in one array; for one of them use "
+            "`harvest.at(i, harvest.replace(value))`"
+        )
     stacked = any(layout.stacked for layout in jax.tree.leaves([x for _, x in entry.crossed]))
     return ", whose shards are stacked, as its `sow` has no `spec`" if stacked else ""
 
