@@ -1,6 +1,5 @@
 """Sites in `shard_map`: global arrays, equal to those of the program without any."""
 
-import contextlib
 import re
 
 import jax
@@ -23,21 +22,6 @@ from tests.shards import (
     nested_reference,
     place,
 )
-
-MESHES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-
-
-@pytest.fixture(params=MESHES)
-def mesh(request):
-    kind = MESHES[request.param]
-    mesh = mesh_of(kind)
-    with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
-        yield mesh
-
-
-@pytest.fixture(params=[True, False], ids=["check_vma", "unchecked"])
-def sharded(request, mesh):
-    return Sharded(mesh, request.param)
 
 
 @pytest.fixture(params=PROGRAMS)

@@ -1,7 +1,5 @@
 """Edits in `shard_map`: operands are global, functions see one shard, in one iteration."""
 
-import contextlib
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -34,19 +32,6 @@ LENGTH = 3
 RANDOM = np.random.RandomState(5)
 D = RANDOM.randn(8, 4).astype(np.float32)
 DS = RANDOM.randn(LENGTH, 8, 4).astype(np.float32)
-
-
-@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def mesh(request):
-    mesh = mesh_of(request.param)
-    explicit = request.param == AxisType.Explicit
-    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
-        yield mesh
-
-
-@pytest.fixture(params=[True, False], ids=["check_vma", "unchecked"])
-def sharded(request, mesh):
-    return Sharded(mesh, request.param)
 
 
 def placed(sharded, x=X, spec=BOTH):

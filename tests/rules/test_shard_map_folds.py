@@ -1,7 +1,5 @@
 """Reducers in `shard_map`: functions and folds see one shard; loops and branches that differ."""
 
-import contextlib
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -30,19 +28,6 @@ LENGTH = 3
 COUNT = 8  # shards
 D = np.random.RandomState(5).randn(8, 4).astype(np.float32)
 PLACES = np.arange(COUNT)
-
-
-@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def mesh(request):
-    mesh = mesh_of(request.param)
-    explicit = request.param == AxisType.Explicit
-    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
-        yield mesh
-
-
-@pytest.fixture(params=[True, False], ids=["check_vma", "unchecked"])
-def sharded(request, mesh):
-    return Sharded(mesh, request.param)
 
 
 def placed(sharded):

@@ -1,14 +1,11 @@
 """What `sites` says of values in `shard_map`: their axes, shardings and bytes on each device."""
 
-import contextlib
-
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from harvest import Axis, perturb, reap, sites
-from tests.shards import BOTH, PROGRAMS, P, Sharded, X, mesh_of, place
+from tests.shards import BOTH, PROGRAMS, P, Sharded, X, place
 
 LOOP, BATCH = Axis("loop", 3), Axis("batch", 4)
 ALL, DATA = Axis("mesh", 8, ("data", "model")), Axis("mesh", 4, ("data",))
@@ -30,14 +27,6 @@ UNCHECKED = {
     **dict.fromkeys(["around_vmap", "inside_vmap"], {"h": [BATCH], "u": [BATCH, ALL]}),
     "with_collectives": dict.fromkeys(["total", "rows", "number", "sum"], [ALL]),
 }
-
-
-@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def mesh(request):
-    mesh = mesh_of(request.param)
-    explicit = request.param == AxisType.Explicit
-    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
-        yield mesh
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
