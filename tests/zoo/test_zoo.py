@@ -1,0 +1,147 @@
+"""What a function takes and returns is sown, inside of a structure to be rebuilt for it."""
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from harvest import capture, plant, sow
+
+from .arguments import CANDIDATES, Call, bound
+from .calls import ARGUMENTS, EXCLUDED, of_libraries
+from .functions import functions
+from .generate import TABLE
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of theirs
+LENGTH = 2  # of loops and of batches
+
+
+class Structure(NamedTuple):
+    around: Callable[[Callable], Callable]  # of a function of arrays
+    primitives: tuple[str, ...]
+    axes: tuple[bool, ...] = ()  # in front of values; whether also of those that are the same there
+
+
+def _scan(fn):
+    def looped(*arrays):
+        step = lambda carry, _: (carry, fn(*carry))
+        return lax.scan(step, arrays, length=LENGTH)[1]
+
+    return looped
+
+
+def _vmap(fn):
+    def mapped(*arrays):
+        return jax.vmap(fn)(*[jnp.stack([x] * LENGTH) for x in arrays])
+
+    return mapped
+
+
+STRUCTURES = {
+    "jit": Structure(jax.jit, ("jit",)),
+    "scan": Structure(_scan, ("scan",), (True,)),
+    "vmap": Structure(_vmap, (), (False,)),
+    "remat": Structure(jax.checkpoint, ("remat2",)),
+}
+ALL = Structure(
+    lambda fn: jax.jit(_scan(_vmap(jax.checkpoint(fn)))), ("jit", "scan", "remat2"), (True, False)
+)
+
+
+def calls() -> dict[str, Call]:
+    table, public = json.loads(TABLE.read_text()), functions()
+    found = {
+        name: bound(public[name], CANDIDATES[c]) for name, c in table.items() if name in public
+    }
+    named = {n: bound(public[n], *arguments) for n, arguments in ARGUMENTS.items() if n in public}
+    return found | named | of_libraries()
+
+
+CALLS = calls()
+# Of several that are the same but for a name or a parameter, one is enough every time.
+ALIKE = ("jax.scipy.stats.", "jax.numpy.fft.", "jax.scipy.signal.", "jax.numpy.nan", "jax.lax.")
+everything = pytest.mark.parametrize("name", CALLS)
+often = pytest.mark.parametrize("name", [n for n in CALLS if not n.startswith(ALIKE)])
+
+
+def is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def total(outs: Any) -> Any:
+    floats = [jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(outs) if is_float(x)]
+    return sum(floats, jnp.float32(0))
+
+
+def with_gradient(fn: Callable, arrays: Any) -> Any:
+    """What `fn` returns, and what is beside it; and the gradient of all floats in the former."""
+    chosen = tuple(i for i, x in enumerate(arrays) if is_float(x))
+    if chosen:
+
+        def loss(*arrays):
+            out, aux = fn(*arrays)
+            return total(out), (out, aux)
+
+        try:
+            return jax.jit(jax.grad(loss, chosen, has_aux=True))(*arrays)
+        except (TypeError, ValueError, NotImplementedError):
+            pass  # JAX has no derivative of it
+    return None, fn(*arrays)
+
+
+def comparable(x: Any) -> np.ndarray:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x.astype(jnp.float32) if x.dtype == jnp.float16 else x)
+
+
+def same(got: Any, wanted: Any, axes: tuple[bool, ...] = ()) -> None:
+    """`got` has these axes in front of what is wanted, along which all is the same."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype
+        found = [axis for axis in axes if axis or a.ndim == b.ndim + len(axes)]
+        assert a.shape == (LENGTH,) * len(found) + b.shape
+        a, b = comparable(a), comparable(b)
+        np.testing.assert_allclose(a, np.broadcast_to(b, a.shape), rtol=2e-4, atol=2e-5)
+
+
+def check(call: Call, structure: Structure) -> None:
+    fn, arrays = call
+    outs = jax.jit(fn)(*arrays)
+    sown = lambda *arrays: sow(fn(*sow(arrays, name="in")), name="out")
+    f, plain = structure.around(sown), structure.around(fn)
+    gradient, (wanted, _) = with_gradient(lambda *arrays: (plain(*arrays), None), arrays)
+    found, (out, collected) = with_gradient(capture(f), arrays)
+    same(out, wanted)
+    same(found, gradient)
+    assert {key: len(values) for key, values in collected.items()} == {"in": 1, "out": 1}
+    same(collected["in"][0], arrays, structure.axes)
+    same(collected["out"][0], outs, structure.axes)
+    same(plant(f, {key: value for key, (value,) in collected.items()})(*arrays), wanted)
+    text = str(jax.make_jaxpr(capture(f))(*arrays))
+    assert all(f" {name}[" in text for name in structure.primitives)
+
+
+@often
+def test_inside_of_all_structures(name):
+    check(CALLS[name], ALL)
+
+
+@pytest.mark.slow
+@everything
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+def test_inside_of_a_structure(structure, name):
+    check(CALLS[name], structure)
+
+
+def test_every_public_function_is_covered_or_excluded():
+    excluded = {name for names in EXCLUDED.values() for name in names.split()}
+    missing = [n for n in functions() if n not in CALLS and n.rpartition(".")[2] not in excluded]
+    assert missing == []
+    assert not [n for n in CALLS if n.startswith("jax.") and n not in functions()]
