@@ -125,6 +125,7 @@ class Transformed:
         return tuple(getattr(self, name) for name in self._static)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # pytest and IPython end a traceback in the user's frame
         try:
             if _compat.tracing():
                 resolved = self._all_resolved(args, kwargs, trace_afresh)
