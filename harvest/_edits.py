@@ -53,6 +53,11 @@ def replace(value: Any) -> Edit:
     **Returns:**
 
     An edit for [`harvest.plant`][].
+
+    **Raises:**
+
+    - [`harvest.PlantError`][] (by `plant`): the value has another tree, shape or dtype than the
+        site.
     """
     return Replace(_as_array(value))
 
@@ -82,6 +87,11 @@ def add(value: Any) -> Edit:
     **Returns:**
 
     An edit for [`harvest.plant`][].
+
+    **Raises:**
+
+    - [`harvest.PlantError`][]: `value` is neither a number nor an array nor a tree of these; or (by
+        `plant`) it does not broadcast to the site, or would lose precision as the site's dtype.
     """
     return Add(_checked_operand(value, "add"))
 
@@ -108,6 +118,10 @@ def scale(factor: Any) -> Edit:
     **Returns:**
 
     An edit for [`harvest.plant`][].
+
+    **Raises:**
+
+    - [`harvest.PlantError`][]: as of [`harvest.add`][].
     """
     return Scale(_checked_operand(factor, "scale"))
 
@@ -130,6 +144,10 @@ def zero() -> Edit:
     **Returns:**
 
     An edit for [`harvest.plant`][].
+
+    **Raises:**
+
+    - [`harvest.PlantError`][] (by `plant`): the value is of a hi type that is no vector space.
     """
     return Zero()
 
@@ -204,6 +222,10 @@ def indexed(fn: Callable[[Any, tuple[Any, ...]], Any]) -> Edit:
     **Returns:**
 
     An edit for [`harvest.plant`][].
+
+    **Raises:**
+
+    - [`harvest.PlantError`][] (by `plant`): `fn` returns a value of another tree, shape or dtype.
     """
     return Indexed(fn)
 
@@ -268,6 +290,11 @@ def chain(*edits: Any) -> Edit:
     **Returns:**
 
     An edit for [`harvest.plant`][].
+
+    **Raises:**
+
+    - [`harvest.PlantError`][] (by `plant`): one of the edits cannot be applied to what the one
+        before it gives, or gives a value of another type.
     """
     return Chain(tuple(map(as_edit, edits)))
 

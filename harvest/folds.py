@@ -139,6 +139,10 @@ def mean() -> Fold:
 
     A [`harvest.Fold`][] whose result has the shape of one value and the dtype of `jnp.mean`.
     Values of low precision are summed in single precision. NaN if nothing ran.
+
+    **Raises:**
+
+    - [`harvest.SelectError`][] (by the transform): the value is not made of numbers.
     """
     return MeanFold()
 
@@ -161,6 +165,10 @@ def maximum() -> Fold:
 
     A [`harvest.Fold`][] whose result is of the type of one value. Minus infinity, or the least
     integer, if nothing ran; NaN if a value was NaN.
+
+    **Raises:**
+
+    - [`harvest.SelectError`][] (by the transform): the values are not real numbers or booleans.
     """
     return MaximumFold()
 
@@ -207,6 +215,10 @@ def moments() -> Fold:
 
     A [`harvest.Fold`][] whose result is [`harvest.folds.Moments`][], of the shape of one value and
     the dtypes of `jnp.mean` and `jnp.var`. NaN if nothing ran.
+
+    **Raises:**
+
+    - [`harvest.SelectError`][] (by the transform): the value is not made of numbers.
     """
     return MomentsFold()
 
