@@ -1,6 +1,7 @@
-"""What was collected, compared with what the reference has noted down."""
+"""What was collected, compared with what the reference has noted down; and lowered programs."""
 
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -68,3 +69,19 @@ def _without(values: np.ndarray, dropped: tuple[int, ...]) -> np.ndarray | None:
             return None
         values = first.squeeze(axis)
     return values
+
+
+def operations(text: str) -> int:
+    """How many operations a lowered program has, with its calls expanded."""
+    bodies: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if function := re.match(r"\s*func\.func (?:public |private )?@(\w+)", line):
+            body = bodies[function[1]] = []
+        elif " = " in line and bodies:
+            body.append(line)
+
+    def count(name: str) -> int:
+        calls = [re.search(r"\bcall @(\w+)", line) for line in bodies[name]]
+        return sum(count(call[1]) if call else 1 for call in calls)
+
+    return count("main")
