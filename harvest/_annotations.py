@@ -1,0 +1,77 @@
+"""What jaxtyping's annotations say of values, types and sites, by `isinstance` and nothing else."""
+
+import contextlib
+import io
+import types
+from collections.abc import Iterator
+from typing import Any, TypeAliasType, Union, get_args, get_origin
+
+import jax
+from jaxtyping import AnnotationError, PyTree, jaxtyped, print_bindings
+
+
+def is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType)
+
+
+def is_annotation(x: Any) -> bool:
+    """Whether `x` is an annotation of jaxtyping's or `Sharded`, or a union with one."""
+    if is_union(x):
+        return any(map(is_annotation, get_args(x)))
+    if isinstance(x, TypeAliasType):
+        return is_annotation(x.__value__)
+    # The method is what beartype asks why something is no instance.
+    says_why = hasattr(type(x), "__instancecheck_str__")
+    return x is jax.Array or isinstance(x, type) and (says_why or issubclass(x, PyTree))
+
+
+def is_instance(x: Any, annotation: Any) -> bool:
+    """As `isinstance`, which before Python 3.14 looks at the type only if that is a `Union`."""
+    if isinstance(annotation, TypeAliasType):
+        return is_instance(x, annotation.__value__)
+    if is_union(annotation):
+        return any(is_instance(x, arm) for arm in get_args(annotation))
+    return isinstance(x, annotation)
+
+
+def why_not(x: Any, annotation: Any) -> str:
+    """Why `x` is no instance of an annotation; empty if it is one."""
+    if is_instance(x, annotation):
+        return ""
+    if is_union(annotation):
+        reasons = (why_not(x, arm) for arm in get_args(annotation))
+        return "; ".join(dict.fromkeys(reasons))
+    why = getattr(annotation, "__instancecheck_str__", None)
+    return f"this is no {name_of(annotation)}" if why is None else why(x).rstrip(".")
+
+
+def afresh() -> contextlib.AbstractContextManager[None]:
+    """In which no name of a dimension is bound yet, and from which none gets out."""
+    return jaxtyped("context")
+
+
+def bindings() -> list[str]:
+    """The names that are bound, as `batch=8`. (jaxtyping has no public way but to print them.)"""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        print_bindings()
+    lines = printed.getvalue().splitlines()
+    return [line for line in lines if line and not line.startswith("The current values")]
+
+
+def name_of(annotation: Any) -> str:
+    """An annotation as it is written: `Float[Array, 'n d']`."""
+    if is_union(annotation):
+        return " | ".join(map(name_of, get_args(annotation)))
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def first_line(error: AnnotationError) -> str:
+    return str(error).partition("\n")[0].partition(". ")[0]
+
+
+def parts_of(annotation: Any) -> Iterator[Any]:
+    """An annotation, and those inside it: items of tuples, lists, dicts and unions."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from parts_of(part)

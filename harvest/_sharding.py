@@ -1,0 +1,126 @@
+"""`Sharded`: an annotation of the type of an array and of how it is split over a mesh."""
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import AnnotationError
+
+from ._annotations import afresh, is_annotation, name_of, why_not
+from ._errors import ShardingError
+from ._observed import StandIn, observe
+
+
+class _MetaSharded(type):
+    annotation: Any
+    spec: PartitionSpec
+
+    def __getitem__(cls, item: Any) -> Any:
+        annotation, spec = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
+        if not is_annotation(annotation) or not isinstance(spec, PartitionSpec):
+            raise ShardingError(
+                f"`Sharded` got {item!r}; wanted a jaxtyping annotation and a "
+                "`jax.sharding.PartitionSpec`, as in `Sharded[Float[Array, 'n d'], P('data')]`"
+            )
+        name = f"Sharded[{name_of(annotation)}, {spec}]"
+        return _MetaSharded(name, (cls,), {"annotation": annotation, "spec": spec})
+
+    def __repr__(cls) -> str:
+        return cls.__name__
+
+    def __instancecheck__(cls, obj: Any) -> bool:
+        return cls.__instancecheck_str__(obj) == ""
+
+    def __instancecheck_str__(cls, obj: Any) -> str:
+        """Why something is no instance, as beartype asks for it; empty if it is one."""
+        if not hasattr(cls, "spec"):
+            raise ShardingError("`Sharded` alone is no annotation; write `Sharded[..., P()]`")
+        leaves, treedef = jax.tree.flatten(obj)
+        arrays = [observed for observed in map(observe, leaves) if observed is not None]
+        for observed in arrays:
+            if misfit := observed.misfit(cls.spec):
+                # What is of another type altogether is better told so.
+                with afresh(), contextlib.suppress(AnnotationError):
+                    return cls._why_not(leaves, treedef) or misfit
+                return misfit
+        return cls._why_not(leaves, treedef)
+
+    def _why_not(cls, leaves: list[Any], treedef: Any) -> str:
+        """Why the global arrays are no instance; those that are one bind names."""
+        observed = list(map(observe, leaves))
+        shapes = [o and _global_shape(o, cls.spec) for o in observed]
+        rows = list(zip(leaves, observed, shapes, strict=True))
+        values = [leaf if o is None else StandIn(o, shape) for leaf, o, shape in rows]
+        why = why_not(jax.tree.unflatten(treedef, values), cls.annotation)
+        whole = next((shape for _, o, shape in rows if o and o.shape != shape), None)
+        return f"{why} (as a shard of an array of shape {whole})" if why and whole else why
+
+
+def _global_shape(observed: Any, spec: PartitionSpec) -> tuple[int, ...]:
+    fits = len(spec.partitions) <= len(observed.shape)
+    return observed.global_shape(spec) if fits else observed.shape
+
+
+if TYPE_CHECKING:
+    # What type checkers take for an annotation with anything in it, as for jaxtyping's.
+    from typing import Annotated as Sharded
+else:
+
+    class Sharded(metaclass=_MetaSharded):
+        """As a jaxtyping annotation, but also says how an array is split over a mesh.
+
+        Its dimensions are those of the global array. Inside a `shard_map`, where the same value is
+        a shard, they are checked against the local ones times the sizes of the mesh axes. So one
+        signature is right for a function, and for the same function in a `shard_map`.
+
+        !!! Example
+
+            ```python
+            import harvest
+            import jax
+            import jax.numpy as jnp
+            from beartype import beartype
+            from harvest import Sharded
+            from jax.sharding import NamedSharding
+            from jax.sharding import PartitionSpec as P
+            from jaxtyping import Array, Float, jaxtyped
+
+            @jaxtyped(typechecker=beartype)
+            def apply(
+                x: Sharded[Float[Array, "batch d"], P("data", None)],
+                w: Sharded[Float[Array, "d"], P()],
+            ) -> Sharded[Float[Array, "batch"], P("data")]:
+                return x @ w
+
+            size = jax.device_count()
+            mesh = jax.make_mesh((size,), ("data",))
+            x = jax.device_put(jnp.ones((2 * size, 3)), NamedSharding(mesh, P("data", None)))
+            w = jax.device_put(jnp.ones(3), NamedSharding(mesh, P()))
+            inside = jax.shard_map(apply, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+            assert (apply(x, w) == inside(x, w)).all()
+            ```
+
+        `Sharded[annotation, spec]` is a class for `isinstance`, beartype and `jaxtyped`. Names of
+        dimensions bind across arguments, as jaxtyping's do.
+
+        - Outside of any `shard_map` it checks dtype, shape, and the sharding: of an array that of
+            its devices, of a tracer that of its type, which has the explicit axes of a mesh.
+        - Inside, it checks dtype, the global shape, and that the shard varies over exactly the
+            manual mesh axes of the spec. By which of its axes it is split cannot be seen.
+        - Where nothing can be observed, it checks dtype and shape only: for a tracer as far as mesh
+            axes are automatic, and under `check_vma=False`.
+
+        Why something is no instance is in what beartype says; elsewhere, ask
+        `annotation.__instancecheck_str__(value)`, as of jaxtyping's own annotations.
+
+        **Arguments:**
+
+        - `annotation`: a jaxtyping annotation, or a union of them. With a `PyTree[...]`, all of its
+            arrays are split in the same way.
+        - `spec`: a `jax.sharding.PartitionSpec`.
+
+        **Raises:**
+
+        - [`harvest.ShardingError`][]: it is given something else.
+        """
