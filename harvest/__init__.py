@@ -27,6 +27,7 @@ from ._errors import SiteTypeError as SiteTypeError
 from ._errors import SowError as SowError
 from ._errors import UnknownSiteError as UnknownSiteError
 from ._errors import UnsupportedError as UnsupportedError
+from ._filter_shard_map import filter_shard_map as filter_shard_map
 from ._filters import by_key as by_key
 from ._filters import has_spec as has_spec
 from ._filters import has_type as has_type
@@ -82,6 +83,7 @@ __all__ = [
     "chain",
     "debug",
     "each",
+    "filter_shard_map",
     "folds",
     "grad",
     "grid",

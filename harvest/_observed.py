@@ -25,6 +25,7 @@ class Observed(NamedTuple):
     unseen: frozenset[str] | None = frozenset()  # mesh axes of which it says nothing; None: of all
     manual: frozenset[str] = frozenset()  # mesh axes of the `shard_map`s around
     varying: frozenset[str] | None = frozenset()  # which of those it varies over; None: not told
+    assembled: Partitions | None = None  # of the global array, where a shard was sown with a `spec`
 
     @property
     def named(self) -> frozenset[str]:
@@ -59,6 +60,8 @@ class Observed(NamedTuple):
             )
         if self.unseen is None:
             return ""
+        if self.assembled is not None and self.assembled != _without(wanted, frozenset()):
+            return f"shards of this array are assembled as {_spec(self.assembled)}, not as {spec}"
         ignored = self.unseen | self.manual | self._trivial
         if _without(self.partitions, ignored) != _without(wanted, ignored):
             got = "on one device" if self.sizes is None else f"sharded as {_spec(self.partitions)}"
@@ -81,7 +84,7 @@ class StandIn:
         self.dtype, self.observed = observed.dtype, observed
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return jax.Array
 
     def __repr__(self) -> str:
@@ -121,12 +124,20 @@ def leaves_of(site: Site) -> Iterator[tuple[Any, Observed | None]]:
     is_stacked = any(axis.kind == "mesh" for axis in site.axes)
     for leaf, sharding in zip(leaves, shardings, strict=True):
         observed = observe(leaf)
-        if observed is not None and observed.manual and not observed.varying:
-            # Without `check_vma` its type does not say; a `spec` that it was sown with does.
-            promised = () if sharding is None else partitions_of(sharding.spec)
-            named = frozenset[str]().union(*promised)
-            observed = observed._replace(varying=None if is_stacked else named & observed.manual)
+        if observed is not None and observed.manual:
+            observed = _of_site(observed, sharding, is_stacked)
         yield leaf, observed
+
+
+def _of_site(shard: Observed, collected: NamedSharding | None, is_stacked: bool) -> Observed:
+    """What the sharding of the collected array tells of its shards besides."""
+    if is_stacked or collected is None:
+        # Without `check_vma` the type of a shard says nothing.
+        return shard if shard.varying or not is_stacked else shard._replace(varying=None)
+    # By the `spec` that it is sown with; axes of loops and batches are in front.
+    own = partitions_of(collected.spec)[-len(shard.shape) :] if shard.shape else ()
+    named = frozenset[str]().union(*own) & shard.manual
+    return shard._replace(varying=shard.varying or named, assembled=_without(own, frozenset()))
 
 
 def partitions_of(spec: PartitionSpec) -> Partitions:

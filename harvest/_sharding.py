@@ -57,6 +57,11 @@ class _MetaSharded(type):
         return f"{why} (as a shard of an array of shape {whole})" if why and whole else why
 
 
+def is_sharded(annotation: Any) -> bool:
+    """Whether an annotation is a `Sharded[...]`."""
+    return isinstance(annotation, _MetaSharded)
+
+
 def _global_shape(observed: Any, spec: PartitionSpec) -> tuple[int, ...]:
     fits = len(spec.partitions) <= len(observed.shape)
     return observed.global_shape(spec) if fits else observed.shape
