@@ -7,6 +7,7 @@ from . import debug as debug
 from . import folds as folds
 from . import internal as internal
 from ._attribute import attribute as attribute
+from ._check_types import check_types as check_types
 from ._edits import add as add
 from ._edits import at as at
 from ._edits import chain as chain
@@ -81,6 +82,7 @@ __all__ = [
     "by_key",
     "capture",
     "chain",
+    "check_types",
     "debug",
     "each",
     "filter_shard_map",

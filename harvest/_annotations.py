@@ -3,11 +3,23 @@
 import contextlib
 import io
 import types
-from collections.abc import Iterator
 from typing import Any, TypeAliasType, Union, get_args, get_origin
 
 import jax
+from jax.sharding import PartitionSpec
 from jaxtyping import AnnotationError, PyTree, jaxtyped, print_bindings
+
+
+class ShardedType(type):
+    """The class of `Sharded[...]`, as far as others need to know it."""
+
+    annotation: Any
+    spec: PartitionSpec
+
+
+def is_sharded(annotation: Any) -> bool:
+    """Whether an annotation is a `Sharded[...]`."""
+    return isinstance(annotation, ShardedType) and hasattr(annotation, "spec")
 
 
 def is_union(annotation: Any) -> bool:
@@ -23,6 +35,15 @@ def is_annotation(x: Any) -> bool:
     # The method is what beartype asks why something is no instance.
     says_why = hasattr(type(x), "__instancecheck_str__")
     return x is jax.Array or isinstance(x, type) and (says_why or issubclass(x, PyTree))
+
+
+def is_of_trees(annotation: Any) -> bool:
+    """Whether an annotation is of a pytree, and not of each of its leaves."""
+    if isinstance(annotation, TypeAliasType):
+        return is_of_trees(annotation.__value__)
+    inner = [*get_args(annotation), *([annotation.annotation] if is_sharded(annotation) else [])]
+    is_tree = isinstance(annotation, type) and issubclass(annotation, PyTree)
+    return is_tree or any(map(is_of_trees, inner))
 
 
 def is_instance(x: Any, annotation: Any) -> bool:
@@ -63,15 +84,8 @@ def name_of(annotation: Any) -> str:
     """An annotation as it is written: `Float[Array, 'n d']`."""
     if is_union(annotation):
         return " | ".join(map(name_of, get_args(annotation)))
-    return getattr(annotation, "__name__", str(annotation))
+    return getattr(annotation, "__name__", str(annotation)).replace("jaxtyping.", "")
 
 
 def first_line(error: AnnotationError) -> str:
     return str(error).partition("\n")[0].partition(". ")[0]
-
-
-def parts_of(annotation: Any) -> Iterator[Any]:
-    """An annotation, and those inside it: items of tuples, lists, dicts and unions."""
-    yield annotation
-    for part in get_args(annotation):
-        yield from parts_of(part)

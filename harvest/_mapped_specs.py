@@ -12,12 +12,11 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from . import _types
-from ._annotations import is_annotation, is_union
+from ._annotations import is_annotation, is_sharded, is_union
 from ._errors import ShardingError
 from ._globs import check_glob
 from ._observed import observe
 from ._predicate import Predicate, Subject, as_predicate, key_of
-from ._sharding import is_sharded
 from ._structure import is_held
 
 

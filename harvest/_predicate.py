@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import AnnotationError
 
-from ._annotations import afresh, first_line, is_annotation, is_instance, name_of
+from ._annotations import afresh, first_line, is_annotation, is_instance, is_of_trees, name_of
 from ._errors import SelectError
 from ._globs import check_glob
 from ._observed import Observed, StandIn, leaves_of, observe
@@ -141,12 +141,11 @@ class HasType(Predicate):
     annotation: Any
 
     def holds(self, subject):
+        value = as_value(subject.leaf, subject.observed)
+        whole = value if subject.whole is subject.leaf else subject.whole
+        candidates = [whole] if is_of_trees(self.annotation) else [subject.leaf, value, whole]
         try:
-            return (
-                self._fits(subject.leaf)
-                or self._fits(as_value(*subject[:2]))
-                or (subject.whole is not subject.leaf and self._fits(subject.whole))
-            )
+            return any(map(self._fits, candidates))
         except AnnotationError as error:
             raise SelectError(
                 f"{self} cannot be checked: {first_line(error)}. The names of dimensions have "

@@ -7,15 +7,12 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import AnnotationError
 
-from ._annotations import afresh, is_annotation, name_of, why_not
+from ._annotations import ShardedType, afresh, is_annotation, is_sharded, name_of, why_not
 from ._errors import ShardingError
 from ._observed import StandIn, observe
 
 
-class _MetaSharded(type):
-    annotation: Any
-    spec: PartitionSpec
-
+class _MetaSharded(ShardedType):
     def __getitem__(cls, item: Any) -> Any:
         annotation, spec = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
         if not is_annotation(annotation) or not isinstance(spec, PartitionSpec):
@@ -34,7 +31,7 @@ class _MetaSharded(type):
 
     def __instancecheck_str__(cls, obj: Any) -> str:
         """Why something is no instance, as beartype asks for it; empty if it is one."""
-        if not hasattr(cls, "spec"):
+        if not is_sharded(cls):
             raise ShardingError("`Sharded` alone is no annotation; write `Sharded[..., P()]`")
         leaves, treedef = jax.tree.flatten(obj)
         arrays = [observed for observed in map(observe, leaves) if observed is not None]
@@ -55,11 +52,6 @@ class _MetaSharded(type):
         why = why_not(jax.tree.unflatten(treedef, values), cls.annotation)
         whole = next((shape for _, o, shape in rows if o and o.shape != shape), None)
         return f"{why} (as a shard of an array of shape {whole})" if why and whole else why
-
-
-def is_sharded(annotation: Any) -> bool:
-    """Whether an annotation is a `Sharded[...]`."""
-    return isinstance(annotation, _MetaSharded)
 
 
 def _global_shape(observed: Any, spec: PartitionSpec) -> tuple[int, ...]:
