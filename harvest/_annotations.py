@@ -3,11 +3,15 @@
 import contextlib
 import io
 import types
-from typing import Any, TypeAliasType, Union, get_args, get_origin
+from typing import Any, TypeAliasType, Union, get_args, get_origin, no_type_check
 
 import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import AnnotationError, PyTree, jaxtyped, print_bindings
+
+# Of what is called within the bindings of somebody else, and binds more: jaxtyping's import hook
+# would give each function bindings of its own.
+binds = no_type_check
 
 
 class ShardedType(type):
@@ -46,6 +50,7 @@ def is_of_trees(annotation: Any) -> bool:
     return is_tree or any(map(is_of_trees, inner))
 
 
+@binds
 def is_instance(x: Any, annotation: Any) -> bool:
     """As `isinstance`, which before Python 3.14 looks at the type only if that is a `Union`."""
     if isinstance(annotation, TypeAliasType):
@@ -55,6 +60,7 @@ def is_instance(x: Any, annotation: Any) -> bool:
     return isinstance(x, annotation)
 
 
+@binds
 def why_not(x: Any, annotation: Any) -> str:
     """Why `x` is no instance of an annotation; empty if it is one."""
     if is_instance(x, annotation):
@@ -71,6 +77,7 @@ def afresh() -> contextlib.AbstractContextManager[None]:
     return jaxtyped("context")
 
 
+@binds
 def bindings() -> list[str]:
     """The names that are bound, as `batch=8`. (jaxtyping has no public way but to print them.)"""
     printed = io.StringIO()

@@ -9,6 +9,7 @@ from jaxtyping import AnnotationError
 from ._annotations import (
     afresh,
     bindings,
+    binds,
     first_line,
     is_annotation,
     is_instance,
@@ -138,6 +139,7 @@ class Row(NamedTuple):
     site: Site
     annotation: Any
 
+    @binds
     def why_not(self) -> str:
         """Why it is not, by the names that are bound so far; if it is, it binds more."""
         leaves = [x if o is None else StandIn(o) for x, o in leaves_of(self.site)]
@@ -155,6 +157,7 @@ class Row(NamedTuple):
         return f"the site {self.key!r} (sown at {self.site.source}) is {types}"
 
 
+@binds
 def _check(rows: Sequence[Row]) -> None:
     """Raise if a site is not of its type.
 
@@ -186,6 +189,7 @@ def _mismatch(row: Row, why: str, done: Sequence[Row]) -> SiteTypeError:
     )
 
 
+@binds
 def _bound(done: Sequence[Row]) -> list[str]:
     """What names are bound to, and by which sites."""
     by: dict[str, Row] = {}

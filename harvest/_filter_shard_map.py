@@ -23,7 +23,6 @@ from ._mapped_specs import (
     specs_in,
 )
 from ._observed import partitions_of
-from ._shards import axes_named_in
 from ._stage import pack
 from ._structure import Structure, is_held
 
@@ -113,6 +112,8 @@ class ShardMapped(eqx.Module):
         in_specs = self._of_arguments(placed, signature, args, kwargs)
         returned = signature.return_annotation
         out_specs = _distinct([*self.out_specs.all(), *specs_in(returned)])
+        for spec in out_specs:
+            placed.check_axes(spec, f"`out_specs` has the spec {spec}")
         leaves, structure = Structure.flatten((self.fn, args, kwargs), is_held)
         results: list[tuple[Structure, list[int]]] = []
 
@@ -171,13 +172,19 @@ class ShardMapped(eqx.Module):
         specs = [placed.checked(spec_of(*pair), pair[1], "out_specs") for pair in pairs]
         for array, spec in zip(arrays, specs, strict=True):
             varying = _compat.varying(jax.typeof(array.value)) & placed.axes
-            if isinstance(spec, PartitionSpec) and (left := sorted(varying - axes_named_in(spec))):
+            if isinstance(spec, PartitionSpec) and (left := sorted(varying - _named(spec))):
                 raise ShardingError(
                     f"`out_specs` has the spec {spec} for {array.describe()}, which varies over "
                     f"the mesh axis {left[0]!r}: name that, or combine the shards, as by "
                     "`jax.lax.psum`"
                 )
         return specs
+
+
+def _named(spec: Any) -> frozenset[str]:
+    """The mesh axes that a spec names."""
+    partitions = partitions_of(spec) if isinstance(spec, PartitionSpec) else ()
+    return frozenset[str]().union(*partitions)
 
 
 def _distinct(specs: Sequence[Any]) -> list[Any]:
@@ -219,6 +226,13 @@ class Placed(NamedTuple):
         ]
         return PartitionSpec(*(names or None for names in entries))
 
+    def check_axes(self, spec: Any, where: str) -> None:
+        """Raise if a spec names an axis that does not become manual."""
+        if unknown := sorted(_named(spec) - self.axes):
+            raise ShardingError(
+                f"{where}; there is no axis {unknown[0]!r}, but {sorted(self.axes)}"
+            )
+
     def checked(self, spec: Any, array: Array, what: str, divides: bool = False) -> Any:
         """The spec itself, if it fits; of arguments, it also has to divide the array."""
         if spec is None:
@@ -230,9 +244,7 @@ class Placed(NamedTuple):
             return spec
         where = f"`{what}` has the spec {spec} for {array.describe()}"
         wanted, shape = partitions_of(spec), jax.typeof(array.value).shape
-        for axis in [name for names in wanted for name in names]:
-            if axis not in self.axes:
-                raise ShardingError(f"{where}; there is no axis {axis!r}, but {sorted(self.axes)}")
+        self.check_axes(spec, where)
         if len(wanted) > len(shape):
             raise ShardingError(f"{where}; wanted at most one item for each of its axes")
         for size, names in zip(shape if divides else (), wanted, strict=False):

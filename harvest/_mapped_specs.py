@@ -80,7 +80,7 @@ class Specs:
     @property
     def whole(self) -> Any:
         """What is given for everything, if it is one thing."""
-        return self.leaves[0] if jax.tree_util.treedef_is_leaf(self.treedef) else None
+        return self.leaves[0] if self.treedef == jax.tree.structure(0) else None
 
     def all(self) -> Iterator[Any]:
         """Every spec in it."""

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import AnnotationError
 
-from ._annotations import ShardedType, afresh, is_annotation, is_sharded, name_of, why_not
+from ._annotations import ShardedType, afresh, binds, is_annotation, is_sharded, name_of, why_not
 from ._errors import ShardingError
 from ._observed import StandIn, observe
 
@@ -21,37 +21,43 @@ class _MetaSharded(ShardedType):
                 "`jax.sharding.PartitionSpec`, as in `Sharded[Float[Array, 'n d'], P('data')]`"
             )
         name = f"Sharded[{name_of(annotation)}, {spec}]"
-        return _MetaSharded(name, (cls,), {"annotation": annotation, "spec": spec})
+        # Of no module, as jaxtyping's: beartype wants one text of a class alone and in a union.
+        members = {"annotation": annotation, "spec": spec, "__module__": "builtins"}
+        return _MetaSharded(name, (cls,), members)
 
     def __repr__(cls) -> str:
-        return cls.__name__
+        return cls.__name__ if is_sharded(cls) else super().__repr__()
 
+    @binds
     def __instancecheck__(cls, obj: Any) -> bool:
-        return cls.__instancecheck_str__(obj) == ""
+        return _why_no_instance(cls, obj) == ""
 
-    def __instancecheck_str__(cls, obj: Any) -> str:
-        """Why something is no instance, as beartype asks for it; empty if it is one."""
-        if not is_sharded(cls):
-            raise ShardingError("`Sharded` alone is no annotation; write `Sharded[..., P()]`")
-        leaves, treedef = jax.tree.flatten(obj)
-        arrays = [observed for observed in map(observe, leaves) if observed is not None]
-        for observed in arrays:
-            if misfit := observed.misfit(cls.spec):
-                # What is of another type altogether is better told so.
-                with afresh(), contextlib.suppress(AnnotationError):
-                    return cls._why_not(leaves, treedef) or misfit
-                return misfit
-        return cls._why_not(leaves, treedef)
+    # What beartype asks for, and as jaxtyping's annotations have it. It looks at the signature,
+    # which an import hook that wraps functions would change.
+    __instancecheck_str__ = lambda cls, obj: _why_no_instance(cls, obj)
 
-    def _why_not(cls, leaves: list[Any], treedef: Any) -> str:
-        """Why the global arrays are no instance; those that are one bind names."""
-        observed = list(map(observe, leaves))
-        shapes = [o and _global_shape(o, cls.spec) for o in observed]
-        rows = list(zip(leaves, observed, shapes, strict=True))
-        values = [leaf if o is None else StandIn(o, shape) for leaf, o, shape in rows]
-        why = why_not(jax.tree.unflatten(treedef, values), cls.annotation)
-        whole = next((shape for _, o, shape in rows if o and o.shape != shape), None)
-        return f"{why} (as a shard of an array of shape {whole})" if why and whole else why
+
+@binds
+def _why_no_instance(cls: Any, obj: Any) -> str:
+    """Why something is no instance of a `Sharded[...]`; empty if it is one."""
+    if not is_sharded(cls):
+        raise ShardingError("`Sharded` alone is no annotation; write `Sharded[..., P()]`")
+    leaves, treedef = jax.tree.flatten(obj)
+    observed = list(map(observe, leaves))
+    shapes = [o and _global_shape(o, cls.spec) for o in observed]
+    rows = list(zip(leaves, observed, shapes, strict=True))
+    values = [leaf if o is None else StandIn(o, shape) for leaf, o, shape in rows]
+    value = jax.tree.unflatten(treedef, values)
+    misfit = next(filter(None, (o and o.misfit(cls.spec) for o in observed)), "")
+    if not misfit:
+        why = why_not(value, cls.annotation)
+    else:
+        why = ""
+        with afresh(), contextlib.suppress(AnnotationError):  # so that nothing is bound
+            why = why_not(value, cls.annotation)
+    if why and (whole := next((shape for _, o, shape in rows if o and o.shape != shape), None)):
+        why += f" (as a shard of an array of shape {whole})"
+    return ", and ".join(filter(None, (misfit, why)))
 
 
 def _global_shape(observed: Any, spec: PartitionSpec) -> tuple[int, ...]:
