@@ -7,6 +7,7 @@ from . import debug as debug
 from . import folds as folds
 from . import internal as internal
 from ._attribute import attribute as attribute
+from ._check_types import check_types as check_types
 from ._edits import add as add
 from ._edits import at as at
 from ._edits import chain as chain
@@ -22,9 +23,17 @@ from ._errors import HarvestError as HarvestError
 from ._errors import HarvestWarning as HarvestWarning
 from ._errors import PlantError as PlantError
 from ._errors import SelectError as SelectError
+from ._errors import ShardingError as ShardingError
+from ._errors import SiteTypeError as SiteTypeError
 from ._errors import SowError as SowError
 from ._errors import UnknownSiteError as UnknownSiteError
 from ._errors import UnsupportedError as UnsupportedError
+from ._filter_shard_map import filter_shard_map as filter_shard_map
+from ._filters import by_key as by_key
+from ._filters import has_spec as has_spec
+from ._filters import has_type as has_type
+from ._filters import is_replicated as is_replicated
+from ._filters import is_varying as is_varying
 from ._fold import Fold as Fold
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
@@ -32,9 +41,11 @@ from ._grid import grid as grid
 from ._grid import per_example as per_example
 from ._jvp import jvp as jvp
 from ._plant import plant as plant
+from ._predicate import Predicate as Predicate
 from ._reap import capture as capture
 from ._reap import reap as reap
 from ._reap import sites as sites
+from ._sharding import Sharded as Sharded
 from ._site import Axis as Axis
 from ._site import Site as Site
 from ._site import Sites as Sites
@@ -55,8 +66,12 @@ __all__ = [
     "HarvestError",
     "HarvestWarning",
     "PlantError",
+    "Predicate",
     "SelectError",
+    "Sharded",
+    "ShardingError",
     "Site",
+    "SiteTypeError",
     "Sites",
     "SowError",
     "UnknownSiteError",
@@ -64,14 +79,21 @@ __all__ = [
     "add",
     "at",
     "attribute",
+    "by_key",
     "capture",
     "chain",
+    "check_types",
     "debug",
     "each",
+    "filter_shard_map",
     "folds",
     "grad",
     "grid",
+    "has_spec",
+    "has_type",
     "indexed",
+    "is_replicated",
+    "is_varying",
     "jvp",
     "per_example",
     "perturb",

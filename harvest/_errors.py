@@ -118,6 +118,45 @@ class PlantError(HarvestError, ValueError):
     """
 
 
+class ShardingError(HarvestError, ValueError):
+    """A `PartitionSpec` that is missing, or does not fit.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+
+        mesh = jax.make_mesh((1,), ("data",))
+        try:
+            harvest.filter_shard_map(jnp.sin, mesh, P("model"), P("model"))(jnp.ones(3))
+        except harvest.ShardingError as error:
+            assert "no axis 'model'" in str(error)
+        ```
+    """
+
+
+class SiteTypeError(HarvestError, TypeError):
+    """A site that is not of the type that [`harvest.check_types`][] was given for it.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax.numpy as jnp
+        from jaxtyping import Array, Float
+
+        f = lambda x: harvest.sow(x, name="h")
+        try:
+            harvest.check_types(f, {"h": Float[Array, "n n"]})(jnp.ones((2, 3)))
+        except harvest.SiteTypeError as error:
+            assert "'h'" in str(error) and "f32[2,3]" in str(error)
+        ```
+    """
+
+
 class GradError(HarvestError, TypeError):
     """A function, or arguments of it, that cannot be differentiated.
 

@@ -49,8 +49,8 @@ def reap(
         and types of its arguments. Arrays and, among arguments, Python floats are traced;
         everything else is static, and must be hashable.
     - `select`: which sites: `None` (all), a key or a glob (`*` and `?` stop at `/`, `**` crosses
-        it: `**/h` is every `h`), a predicate that takes a [`harvest.Site`][], or a sequence of
-        these. Or a mapping from
+        it: `**/h` is every `h`), a predicate that takes a [`harvest.Site`][] (such as
+        [`harvest.has_type`][]), a jaxtyping annotation, or a sequence of these. Or a mapping from
         these to reducers, of which the first that matches counts: `None` (the value as it is), a
         function of the value, a fold over loop iterations ([`harvest.Fold`][]), or a tuple of
         these, for a tuple of results. A reducer runs at the site, inside the loops, for one

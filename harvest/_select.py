@@ -1,11 +1,13 @@
 """Which sites a transform is about: globs, predicates, and sequences of these."""
 
-import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ._errors import SelectError, UnknownSiteError, nearest
+from ._annotations import is_annotation
+from ._errors import SelectError
+from ._filters import has_type
+from ._globs import check_glob, glob
+from ._predicate import Predicate
 from ._reducers import check_reducer
 from ._site import Site
 
@@ -21,6 +23,8 @@ class Chosen(frozenset):
 
 def check_select(select: Any, what: str = "select") -> Any:
     """`select` itself, with sequences as tuples; a `SelectError` if it is something else."""
+    if is_annotation(select):
+        return has_type(select)
     is_predicate = callable(select) and not isinstance(select, type)
     if select is None or isinstance(select, str) or is_predicate:
         return select
@@ -28,8 +32,8 @@ def check_select(select: Any, what: str = "select") -> Any:
         return tuple(check_select(s, what) for s in select)
     raise SelectError(
         f"`{what}` got {select!r} of type `{type(select).__name__}`; wanted None (all sites), a "
-        "key or a glob, a predicate that takes a `Site`, a sequence of these, or a mapping from "
-        "these to reducers"
+        "key or a glob, a predicate that takes a `Site`, a jaxtyping annotation (as "
+        "`Float[Array, '...']`), a sequence of these, or a mapping from these to reducers"
     )
 
 
@@ -54,7 +58,7 @@ def matches(select: Any, site: Site, keys: Mapping[str, str]) -> bool:
         return True
     if isinstance(select, str):
         # A key is a key even if it contains the characters of a glob.
-        return site.key == select if select in keys else bool(_regex(select).fullmatch(site.key))
+        return site.key == select if select in keys else glob(select)(site.key)
     if isinstance(select, tuple):
         return any(matches(s, site, keys) for s in select)
     return bool(select(site))
@@ -65,26 +69,6 @@ def check_found(select: Any, keys: Mapping[str, str], what: str) -> None:
     if isinstance(select, tuple):
         for s in select:
             check_found(s, keys, what)
-    if not isinstance(select, str) or select in keys:
-        return
-    if not any(_regex(select).fullmatch(key) for key in keys):
-        kind = "glob" if any(c in select for c in "*?") else "key"
-        raise UnknownSiteError(
-            f"`{what}`: the {kind} {select!r} matches no site; {nearest(select, keys)}"
-        )
-
-
-def glob(pattern: str) -> Callable[[str], bool]:
-    """Whether a key matches a pattern: `*` and `?` stop at `/`, `**` crosses it.
-
-    Between components, `**/` may also stand for nothing.
-    """
-    regex = _regex(pattern)
-    return lambda key: regex.fullmatch(key) is not None
-
-
-@functools.lru_cache(maxsize=1024)
-def _regex(pattern: str) -> re.Pattern[str]:
-    wild = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"((?:(?<=/)|^)\*\*/|\*\*|\*|\?)", pattern)
-    return re.compile("".join(wild.get(part, re.escape(part)) for part in parts), re.DOTALL)
+    globs = select.globs if isinstance(select, Predicate) else ()
+    for pattern in (select,) if isinstance(select, str) else globs:
+        check_glob(pattern, keys, what)

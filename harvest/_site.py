@@ -96,10 +96,8 @@ class Site:
 def site_of(entry: Entry, occurrence: int) -> Site:
     marker = entry.marker
     label = marker.label
-    avals = [
-        _types.unbatched(aval, axes)
-        for aval, axes in zip(marker.in_avals, marker.positions, strict=True)
-    ]
+    pairs = zip(marker.in_avals, marker.positions, strict=True)
+    avals = [_on_its_mesh(_types.unbatched(aval, axes), aval) for aval, axes in pairs]
     axes = (
         *(Axis("loop", length) for length in _loops(entry)),
         *(Axis("batch", size) for size in _batch(entry)),
@@ -120,6 +118,16 @@ def site_of(entry: Entry, occurrence: int) -> Site:
         nbytes_per_device=sum(map(nbytes_per_device, jax.tree.leaves(entry.type))),
         spec=" ".join(_specs(entry, avals, axes)),
     )
+
+
+def _on_its_mesh(aval: Any, sown: Any) -> Any:
+    """The type of one example; in a `shard_map` also of one that does not vary with its mesh."""
+    sharding = getattr(sown, "sharding", None)
+    if sharding is None or aval.sharding is not None or not sharding.mesh.manual_axes:
+        return aval
+    dims = _types.dims(aval)
+    sharding = _types.repartitioned(sharding, sharding.mesh, dims)
+    return _types.array_type(aval.shape, aval.dtype, aval.weak_type, sharding)
 
 
 def _specs(entry: Entry, avals: Sequence[Any], axes: Sequence[Axis]) -> Iterator[str]:

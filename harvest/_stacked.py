@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from ._errors import SelectError, UnknownSiteError, nearest
+from ._globs import glob
 from ._lowered import on_arrays
-from ._select import glob
 from ._types import describe
 
 

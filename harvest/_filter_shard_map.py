@@ -1,0 +1,254 @@
+"""`filter_shard_map`: Equinox modules in a `shard_map`."""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+from . import _compat
+from ._errors import ShardingError
+from ._mapped_specs import (
+    Array,
+    Rules,
+    Specs,
+    annotations_of,
+    arrays_in,
+    check_globs,
+    signature_of,
+    spec_of,
+    specs_in,
+)
+from ._observed import partitions_of
+from ._stage import pack
+from ._structure import Structure, is_held
+
+
+def filter_shard_map(
+    fn: Callable[..., Any],
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    *,
+    axis_names: Set[str] = frozenset(),
+    check_vma: bool = True,
+) -> Callable[..., Any]:
+    """As `jax.shard_map`, but takes Equinox modules, and specs by predicate.
+
+    What is no array, among arguments and results, passes as it is. If `fn` is a module, its arrays
+    are arguments too.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import harvest
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import PartitionSpec as P
+        from jaxtyping import Array, Float
+
+        model = eqx.nn.Linear(3, 8, key=jax.random.key(0))
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=auto)
+
+        # Rows of the matrix and items of the bias on different devices, and so of the result.
+        rows = {Float[Array, "out in"]: P("model", None), harvest.by_key("bias"): P("model")}
+        sharded = harvest.filter_shard_map(model, mesh, {**rows, ...: P()}, P("model"))
+        assert jnp.allclose(sharded(jnp.ones(3)), model(jnp.ones(3)))
+        ```
+
+    **Arguments:**
+
+    - `fn`: any callable. [`harvest.Sharded`][] annotations of its arguments, of its result, and of
+        the fields of modules among them say what `in_specs` and `out_specs` do not.
+    - `mesh`: as for `jax.shard_map`: a mesh, or None for the one that is set.
+    - `in_specs`: what each array is split by: a `jax.sharding.PartitionSpec` for all arguments; or
+        a pytree of them that is a prefix of the tuple of positional arguments; or a mapping from
+        predicates ([`harvest.by_key`][] and the like, annotations, any filter function) to specs,
+        for all arrays, those of `fn` too. Of a mapping, the first that holds counts, and `...`
+        stands for what is left. Paths are those in one argument. A mapping may also be a leaf of
+        the prefix; and None leaves it to annotations.
+    - `out_specs`: likewise, of the result. Predicates see the shards.
+    - `axis_names`, `check_vma`: as for `jax.shard_map`.
+
+    An array of an argument for which nothing says a spec is an error; on a mesh with explicit axes
+    it is split as it is already. An array of `fn` for which nothing says one is replicated.
+
+    **Returns:**
+
+    An Equinox module that is called as `fn` is, also with keywords.
+
+    **Raises:**
+
+    - [`harvest.ShardingError`][]: a spec is missing, is none, or does not fit.
+    - [`harvest.UnknownSiteError`][]: a `by_key` matches no array.
+    """
+    if not callable(fn):
+        raise ShardingError(f"`filter_shard_map` got a `{type(fn).__name__}`; wanted a callable")
+    given = Specs.of(in_specs), Specs.of(out_specs)
+    mapped = ShardMapped(fn, mesh, *given, frozenset(axis_names), check_vma)
+    return eqx.module_update_wrapper(mapped)
+
+
+class ShardMapped(eqx.Module):
+    fn: Any
+    mesh: Any = eqx.field(static=True)
+    in_specs: Specs = eqx.field(static=True)
+    out_specs: Specs = eqx.field(static=True)
+    axis_names: frozenset[str] = eqx.field(static=True)
+    check_vma: bool = eqx.field(static=True)
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self.fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        placed = Placed.on(self.mesh, self.axis_names)
+        signature = signature_of(self.fn)
+        in_specs = self._of_arguments(placed, signature, args, kwargs)
+        returned = signature.return_annotation
+        out_specs = _distinct([*self.out_specs.all(), *specs_in(returned)])
+        for spec in out_specs:
+            placed.check_axes(spec, f"`out_specs` has the spec {spec}")
+        leaves, structure = Structure.flatten((self.fn, args, kwargs), is_held)
+        results: list[tuple[Structure, list[int]]] = []
+
+        def body(leaves: list[Any]) -> tuple[list[Any], ...]:
+            fn, args, kwargs = structure.unflatten(leaves)
+            packed = pack(fn(*args, **kwargs))
+            specs = self._of_results(placed, returned, packed.unflatten())
+            groups = [out_specs.index(spec) for spec in specs]
+            results.append((packed.structure, groups))
+            pairs = list(zip(packed.leaves, groups, strict=True))
+            return tuple([leaf for leaf, g in pairs if g == i] for i in range(len(out_specs)))
+
+        # Results are grouped by their specs: how many there are is not known before.
+        grouped = jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=(in_specs,),
+            out_specs=tuple(out_specs),
+            axis_names=self.axis_names,
+            check_vma=self.check_vma,
+        )(leaves)
+        ((result, groups),) = results
+        arrays = list(map(iter, grouped))
+        return result.unflatten([next(arrays[group]) for group in groups])
+
+    def _of_arguments(
+        self, placed: "Placed", signature: inspect.Signature, args: Any, kwargs: Any
+    ) -> list[Any]:
+        """The specs of the arrays of `(fn, args, kwargs)`."""
+        whole, names = self.in_specs.whole, sorted(kwargs)
+        of_args, of_kwargs = annotations_of(signature, len(args), names)
+        own = arrays_in(self.fn, "fn", None)
+        arrays = [*own]
+        for i, row in enumerate(zip(args, of_args, strict=True)):
+            arrays += arrays_in(row[0], f"args[{i}]", row[1])
+        given = [whole if isinstance(whole, Rules) else None for _ in own]
+        given += self.in_specs.over(args, "in_specs")
+        for name, annotation in zip(names, of_kwargs, strict=True):
+            arrays += arrays_in(kwargs[name], f"kwargs[{name!r}]", annotation)
+        given += [whole] * (len(arrays) - len(given))
+        check_globs(self.in_specs, arrays, "in_specs")
+        specs = []
+        for number, (array, prefix) in enumerate(zip(arrays, given, strict=True)):
+            spec = spec_of(prefix, array)
+            spec = placed.inferred(array.value) if spec is None else spec
+            if spec is None and number < len(own):
+                spec = PartitionSpec()
+            specs.append(placed.checked(spec, array, "in_specs", divides=True))
+        return specs
+
+    def _of_results(self, placed: "Placed", annotation: Any, result: Any) -> list[Any]:
+        """The specs of the arrays of the result, which are shards."""
+        arrays = arrays_in(result, "result", annotation)
+        check_globs(self.out_specs, arrays, "out_specs")
+        pairs = zip(self.out_specs.over(result, "out_specs"), arrays, strict=True)
+        specs = [placed.checked(spec_of(*pair), pair[1], "out_specs") for pair in pairs]
+        for array, spec in zip(arrays, specs, strict=True):
+            varying = _compat.varying(jax.typeof(array.value)) & placed.axes
+            if isinstance(spec, PartitionSpec) and (left := sorted(varying - _named(spec))):
+                raise ShardingError(
+                    f"`out_specs` has the spec {spec} for {array.describe()}, which varies over "
+                    f"the mesh axis {left[0]!r}: name that, or combine the shards, as by "
+                    "`jax.lax.psum`"
+                )
+        return specs
+
+
+def _named(spec: Any) -> frozenset[str]:
+    """The mesh axes that a spec names."""
+    partitions = partitions_of(spec) if isinstance(spec, PartitionSpec) else ()
+    return frozenset[str]().union(*partitions)
+
+
+def _distinct(specs: Sequence[Any]) -> list[Any]:
+    distinct: list[Any] = []
+    for spec in specs:
+        if spec is not None and spec not in distinct:
+            distinct.append(spec)
+    return distinct
+
+
+class Placed(NamedTuple):
+    """The mesh axes that a `shard_map` makes manual, with their sizes."""
+
+    mesh: Any
+    axes: frozenset[str]
+
+    @staticmethod
+    def on(mesh: Any, axis_names: frozenset[str]) -> "Placed":
+        mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+        if mesh.empty:
+            raise ShardingError(
+                "`filter_shard_map` has no mesh: give it one, or set it by `jax.set_mesh`"
+            )
+        if unknown := sorted(axis_names - {*mesh.axis_names}):
+            raise ShardingError(
+                f"`axis_names` has {unknown[0]!r}; the axes of the mesh are {mesh.axis_names}"
+            )
+        free = {*mesh.axis_names} - {*getattr(mesh, "manual_axes", ())}
+        return Placed(mesh, axis_names or frozenset(free))
+
+    def inferred(self, value: Any) -> PartitionSpec | None:
+        """How an array is split already, where its type says so: if all axes are explicit."""
+        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        if any(kinds[axis] != AxisType.Explicit for axis in self.axes) or _compat.is_hi(value):
+            return None
+        sharding = jax.typeof(value).sharding
+        entries = [
+            tuple(n for n in names if n in self.axes) for names in partitions_of(sharding.spec)
+        ]
+        return PartitionSpec(*(names or None for names in entries))
+
+    def check_axes(self, spec: Any, where: str) -> None:
+        """Raise if a spec names an axis that does not become manual."""
+        if unknown := sorted(_named(spec) - self.axes):
+            raise ShardingError(
+                f"{where}; there is no axis {unknown[0]!r}, but {sorted(self.axes)}"
+            )
+
+    def checked(self, spec: Any, array: Array, what: str, divides: bool = False) -> Any:
+        """The spec itself, if it fits; of arguments, it also has to divide the array."""
+        if spec is None:
+            raise ShardingError(
+                f"`{what}` says no spec for {array.describe()}: give one, or one for all that is "
+                "left (`...: P()`), or annotate it by `harvest.Sharded`"
+            )
+        if not isinstance(spec, PartitionSpec):
+            return spec
+        where = f"`{what}` has the spec {spec} for {array.describe()}"
+        wanted, shape = partitions_of(spec), jax.typeof(array.value).shape
+        self.check_axes(spec, where)
+        if len(wanted) > len(shape):
+            raise ShardingError(f"{where}; wanted at most one item for each of its axes")
+        for size, names in zip(shape if divides else (), wanted, strict=False):
+            shards = math.prod(self.mesh.shape[name] for name in names)
+            if size % shards:
+                raise ShardingError(f"{where}; {size} cannot be divided into {shards} shards")
+        return spec

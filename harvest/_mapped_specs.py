@@ -1,0 +1,206 @@
+"""Which `PartitionSpec` each array gets: by prefixes, predicates, and `Sharded` annotations."""
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.hijax import HiPspec
+from jax.sharding import PartitionSpec
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+
+from . import _types
+from ._annotations import is_annotation, is_sharded, is_union
+from ._errors import ShardingError
+from ._globs import check_glob
+from ._observed import observe
+from ._predicate import Predicate, Subject, as_predicate, key_of
+from ._structure import is_held
+
+
+class Array(NamedTuple):
+    """An array among arguments or results."""
+
+    root: Any  # the argument or result
+    annotation: Any  # of that
+    path: Any  # in there
+    value: Any
+    name: str  # as `args[0].weight`
+
+    def describe(self) -> str:
+        return f"`{self.name}`, {_types.describe(self.value)}"
+
+
+def arrays_in(root: Any, name: str, annotation: Any) -> list[Array]:
+    """The arrays of an argument or result, in order."""
+    return [
+        Array(root, annotation, path, leaf, name + jax.tree_util.keystr(path))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(root)
+        if is_held(leaf)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """A mapping from predicates to specs, of which the first that holds counts."""
+
+    pairs: tuple[tuple[Callable[[Any], bool], Any], ...]
+    default: Any = None  # the item for `...`
+
+    @staticmethod
+    def of(rules: Mapping[Any, Any]) -> "Rules":
+        pairs = [(k, v) for k, v in rules.items() if k is not ...]
+        checked = tuple((as_predicate(k) if is_annotation(k) else k, _checked(v)) for k, v in pairs)
+        return Rules(checked, _checked(rules.get(...)))
+
+    def spec(self, array: Array) -> Any:
+        leaf = array.value
+        subject = Subject(leaf, observe(leaf), leaf, key_of(array.path))
+        for key, spec in self.pairs:
+            if key.holds(subject) if isinstance(key, Predicate) else key(leaf):
+                return spec
+        return self.default
+
+
+@dataclasses.dataclass(frozen=True)
+class Specs:
+    """What a user gives as specs: a prefix of a pytree, whose leaves are specs, `Rules` or None."""
+
+    leaves: tuple[Any, ...]
+    treedef: Any
+
+    @staticmethod
+    def of(given: Any) -> "Specs":
+        prefix = jax.tree.map(_leaf, given, is_leaf=_is_leaf)
+        leaves, treedef = jax.tree.flatten(prefix, is_leaf=_is_leaf)
+        return Specs(tuple(leaves), treedef)
+
+    @property
+    def whole(self) -> Any:
+        """What is given for everything, if it is one thing."""
+        return self.leaves[0] if self.treedef == jax.tree.structure(0) else None
+
+    def all(self) -> Iterator[Any]:
+        """Every spec in it."""
+        for leaf in self.leaves:
+            if isinstance(leaf, Rules):
+                yield from [spec for _, spec in leaf.pairs]
+                yield leaf.default
+            else:
+                yield leaf
+
+    def over(self, tree: Any, what: str) -> list[Any]:
+        """What is given for each leaf of a tree of which it is a prefix."""
+        prefix = jax.tree.unflatten(self.treedef, self.leaves)
+        try:
+            full = jax.tree.broadcast(prefix, tree, is_leaf=_is_leaf)
+        except ValueError as error:
+            raise ShardingError(f"`{what}` is no prefix of what it is for: {error}") from None
+        given = jax.tree.structure(tree).flatten_up_to(full)
+        pairs = zip(given, jax.tree.leaves(tree), strict=True)
+        return [spec for spec, leaf in pairs if is_held(leaf)]
+
+
+def check_globs(specs: Specs, arrays: Sequence[Array], what: str) -> None:
+    """Raise an `UnknownSiteError` for a `by_key` that matches no array."""
+    keys = {key_of(array.path): None for array in arrays}
+    rules = [leaf for leaf in specs.leaves if isinstance(leaf, Rules)]
+    for key in [key for rule in rules for key, _ in rule.pairs if isinstance(key, Predicate)]:
+        for pattern in key.globs:
+            check_glob(pattern, keys, what, "array")
+
+
+def spec_of(given: Any, array: Array) -> Any:
+    """The spec for an array, by what is given for it, or by annotations; None if none says it."""
+    spec = given.spec(array) if isinstance(given, Rules) else given
+    return annotated(array.annotation, array.root, array.path) if spec is None else spec
+
+
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a function, with annotations, not their text; empty if there is none."""
+    try:
+        return inspect.signature(fn, eval_str=True)
+    except (TypeError, ValueError, NameError):
+        return inspect.Signature()
+
+
+def annotations_of(
+    signature: inspect.Signature, count: int, names: Sequence[str]
+) -> tuple[list[Any], list[Any]]:
+    """Those of so many positional arguments, and of keyword arguments; None where there is none."""
+    parameters = list(signature.parameters.values())
+    of_kind = {parameter.kind: parameter.annotation for parameter in parameters}
+    positional = [p.annotation for p in parameters if p.kind in _POSITIONAL]
+    positional += [of_kind.get(inspect.Parameter.VAR_POSITIONAL)] * count
+    others = of_kind.get(inspect.Parameter.VAR_KEYWORD)
+    by_name = {p.name: p.annotation for p in parameters}
+    return positional[:count], [by_name.get(name, others) for name in names]
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def annotated(annotation: Any, node: Any, path: Sequence[Any]) -> PartitionSpec | None:
+    """The spec of a `Sharded` in an annotation, for the array at a path of the value `node`.
+
+    Fields of modules on the way have annotations of their own.
+    """
+    if is_sharded(annotation):
+        return annotation.spec
+    if is_union(annotation):
+        arms = (annotated(arm, node, path) for arm in typing.get_args(annotation))
+        return next((spec for spec in arms if spec is not None), None)
+    if not path:
+        return None
+    (key, *rest), parts = path, typing.get_args(annotation)
+    if isinstance(key, GetAttrKey):
+        return annotated(_fields(type(node)).get(key.name), getattr(node, key.name), rest)
+    if isinstance(key, SequenceKey):
+        is_alike = len(parts) == 1 or parts[-1:] == (...,)
+        index = 0 if is_alike else key.idx
+        return annotated(dict(enumerate(parts)).get(index), node[key.idx], rest)
+    if isinstance(key, DictKey):
+        return annotated(parts[1] if len(parts) == 2 else None, node[key.key], rest)
+    return None
+
+
+def specs_in(annotation: Any, seen: frozenset[Any] = frozenset()) -> Iterator[PartitionSpec]:
+    """The specs of all `Sharded`s in an annotation."""
+    if is_sharded(annotation):
+        yield annotation.spec
+        return
+    fields = () if annotation in seen else _fields(annotation).values()
+    for part in (*typing.get_args(annotation), *fields):
+        yield from specs_in(part, seen | {annotation})
+
+
+def _fields(cls: Any) -> dict[str, Any]:
+    """The annotations of the fields of a dataclass, such as an Equinox module."""
+    if not isinstance(cls, type) or not dataclasses.is_dataclass(cls):
+        return {}
+    try:
+        return typing.get_type_hints(cls)
+    except (TypeError, NameError):
+        return {}
+
+
+def _is_leaf(node: Any) -> bool:
+    if isinstance(node, Mapping):
+        return any(k is ... or callable(k) or is_annotation(k) for k in node)
+    return node is None or isinstance(node, PartitionSpec | HiPspec | Rules)
+
+
+def _leaf(node: Any) -> Any:
+    return Rules.of(node) if isinstance(node, Mapping) else _checked(node)
+
+
+def _checked(spec: Any) -> Any:
+    if spec is None or isinstance(spec, PartitionSpec | HiPspec):
+        return spec
+    raise ShardingError(
+        f"got {spec!r} of type `{type(spec).__name__}` as a spec; wanted a "
+        "`jax.sharding.PartitionSpec`, a pytree of them, or a mapping from predicates or "
+        "annotations (and `...` for the rest) to them"
+    )
