@@ -1,6 +1,7 @@
 """Models that somebody else wrote, with the outputs of their parts sown: `tap`."""
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -63,9 +64,10 @@ def tap(module: Any, where: Any, *, inputs: bool = False) -> "Tapped":
 
     While the model runs, these parts are instances of subclasses of their classes, and functions
     are wrapped; `isinstance`, attributes, methods and operators are as they were. What can tell the
-    difference: `type(layer) is Linear`, `activation is jax.nn.relu`, and a model that combines
-    layers by `jax.tree.map` while it runs, which is an error if they are chosen. Methods of a layer
-    other than `__call__` sow nothing of their own, and neither does `tapped.module`.
+    difference: `type(layer) is Linear`, `activation is jax.nn.relu`, `==` of two layers, and a
+    model that combines layers by `jax.tree.map` while it runs, which is an error if they are
+    chosen. Methods of a layer other than `__call__` sow nothing of their own, and neither does
+    `tapped.module`.
 
     **Raises:**
 
@@ -95,6 +97,20 @@ class Tapped(eqx.Module):
             raise AttributeError(name)
         value = getattr(self.module, name)
         return _Method(self, name) if _is_method(self.module, name, value) else value
+
+    # Python looks these up in the class, past `__getattr__`.
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __bool__(self) -> bool:
+        return bool(self.module)
 
 
 class _Method(eqx.Module):

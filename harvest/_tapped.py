@@ -124,19 +124,17 @@ def _subclass(cls: type) -> type:
 
 
 def _new_subclass(cls: Any) -> type:
-    class Part(_Part, cls):
-        # Without a value it is as good as of `cls`: made by the author's `type(self)(...)`.
-        _harvest_taps: tuple[Tap, ...] = eqx.field(static=True, default=(), repr=False)
+    @functools.wraps(cls.__call__, updated=())
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _run(getattr(self, _TAPS), super(part, self).__call__, args, kwargs)
 
-        @functools.wraps(cls.__call__, updated=())
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return _run(self._harvest_taps, super().__call__, args, kwargs)
-
-    Part.__name__, Part.__qualname__, Part.__doc__ = cls.__name__, cls.__qualname__, cls.__doc__
-    return Part
-
-
-# ------------------------------------------------------------------------------ what a part does
+    # Without a value it is as good as of `cls`: made by the author's `type(self)(...)`.
+    taps = eqx.field(static=True, default=(), repr=False)
+    namespace = {_TAPS: taps, "__annotations__": {_TAPS: tuple[Tap, ...]}, "__call__": __call__}
+    namespace |= {"__module__": __name__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    # No `class` statement: import hooks that check types would check the author's.
+    part = type(cls)(cls.__name__, (_Part, cls), namespace)
+    return part
 
 
 def _run(taps: tuple[Tap, ...], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

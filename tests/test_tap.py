@@ -125,11 +125,67 @@ def test_recurrent_cell_under_scan():
     close(acts["cell/in"], (xs, jnp.stack(hidden[:-1])))
     close(acts["head/out"], model.head(hidden[-1]))
 
+    close(plant(tapped, {"cell/in": acts["cell/in"]})(xs), model(xs))
+    reset = {"cell/in": lambda given: (given[0], jnp.zeros(4))}
+    close(plant(tapped, reset)(xs), model.head(model.cell(xs[-1], jnp.zeros(4))))
+
     edited = hidden[0]
     for i, x in enumerate(xs):
         edited = model.cell(x, edited) * (0 if i == 3 else 1)
     cut = plant(tapped, {"cell/out": harvest.at(3, harvest.zero())})
     close(cut(xs), model.head(edited))
+
+
+def layers():
+    image, sequence = jnp.ones((2, 6, 6)), jnp.ones((2, 6))
+    linear, key = eqx.nn.Linear(4, 4, key=KEY), KEY
+    yield eqx.nn.Linear(4, "scalar", key=key), (X,)
+    yield eqx.nn.Identity(), (X,)
+    yield eqx.nn.Embedding(5, 4, key=key), (jnp.array(3),)
+    yield eqx.nn.Conv2d(2, 3, 3, key=key), (image,)
+    yield eqx.nn.ConvTranspose1d(2, 3, 3, key=key), (sequence,)
+    yield eqx.nn.MaxPool2d(2), (image,)
+    yield eqx.nn.AdaptiveAvgPool2d(2), (image,)
+    yield eqx.nn.GRUCell(4, 4, key=key), (X, X)
+    yield eqx.nn.LSTMCell(4, 4, key=key), (X, (X, X))
+    yield eqx.nn.LayerNorm(4), (X,)
+    yield eqx.nn.RMSNorm(4), (X,)
+    yield eqx.nn.GroupNorm(2, 2), (sequence,)
+    yield eqx.nn.PReLU(0.1), (X,)
+    yield eqx.nn.Lambda(jnp.sin), (X,)
+    yield eqx.nn.WeightNorm(linear), (X,)
+    yield eqx.nn.RotaryPositionalEmbedding(4), (jnp.ones((3, 4)),)
+    yield eqx.nn.MultiheadAttention(2, 4, key=key), (jnp.ones((3, 4)),) * 3
+    yield eqx.nn.MLP(4, 2, 3, 1, key=key), (X,)
+    yield eqx.nn.Sequential([linear, eqx.nn.Sequential([linear])]), (X,)
+    yield eqx.filter_vmap(linear), (X[None],)
+    yield jax.tree_util.Partial(jnp.multiply, X), (X,)
+    yield linear.__call__, (X,)
+
+
+@pytest.mark.parametrize("layer, args", list(layers()), ids=lambda part: type(part).__name__)
+def test_layers_of_equinox(layer, args):
+    class Around(eqx.Module):
+        layer: Any
+
+        def __call__(self, *args):
+            return jax.tree.map(lambda x: 2 * x, self.layer(*args))
+
+    expected = layer(*args)
+    y, acts = capture(tap(Around(layer), "layer", inputs=True), mode="strict")(*args)
+    close(acts["layer/out"], expected)
+    close(acts["layer/in"], args if len(args) > 1 else args[0])
+    close(y, jax.tree.map(lambda x: 2 * x, expected))
+
+
+def test_a_spectral_norm_with_state():
+    make = lambda: eqx.nn.SpectralNorm(eqx.nn.Linear(4, 4, key=KEY), "weight", key=KEY)
+    model, state = eqx.nn.make_with_state(make)()
+    expected, after = jax.jit(lambda x, state: model(x, state))(X, state)
+    acts = reap(tap(model, ["", "layer"]))(X, state)
+    close(acts["out"][0], expected)
+    close(acts["layer/out"], expected)
+    close(jax.tree.leaves(acts["out"][1]), jax.tree.leaves(after))
 
 
 def normalised():
@@ -846,6 +902,9 @@ class Methods(eqx.Module):
 def test_other_methods_and_attributes_of_the_model():
     model = Methods()
     tapped = tap(model, eqx.nn.Linear)
+    sequential = tap(eqx.nn.Sequential([model.encoder, model.decoder]), "layers/0")
+    assert len(sequential) == 2 and sequential[1] is list(sequential)[1] is model.decoder
+    assert bool(tapped) and bool(sequential)
     assert tapped.size == 4 and tapped.last is model.decoder is tapped.decoder
     assert tapped.encoder.weight is model.encoder.weight
     close(tapped.double(X), 2 * X)
@@ -1079,6 +1138,19 @@ def test_a_model_that_combines_its_layers_says_why_it_fails():
         reap(tap(model, "layers/*"))(X)
     assert any("cannot be combined" in note for note in error.value.__notes__)
     close(reap(tap(model, ""))(X)["out"], model(X))
+
+
+def test_a_model_that_combines_its_layers_with_others_says_why_it_fails():
+    class Averaged(eqx.Module):
+        layer: eqx.nn.Linear
+
+        def __call__(self, x, other):
+            return jax.tree.map(lambda a, b: (a + b) / 2, self.layer, other)(x)
+
+    layer, other = linears(2)
+    with pytest.raises(ValueError, match=r"harvest\._tapped\.Linear") as error:
+        reap(tap(Averaged(layer), "layer"))(X, other)
+    assert any("cannot be combined" in note for note in error.value.__notes__)
 
 
 def test_called_without_a_transform_it_is_the_module():
