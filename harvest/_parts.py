@@ -13,7 +13,7 @@ import jax
 
 from ._cache import name_of
 from ._errors import SelectError, UnknownSiteError, nearest
-from ._select import glob
+from ._globs import glob
 
 Path = tuple[str, ...]
 
