@@ -112,7 +112,6 @@ def test_patches_that_a_shape_covers():
 
 
 def test_missing_equimo(monkeypatch):
-    monkeypatch.setitem(sys.modules, "equimo.vision.models", None)
-    monkeypatch.setitem(sys.modules, "equimo.vision", None)
+    monkeypatch.setitem(sys.modules, "equimo.vision.models.vit", None)
     with pytest.raises(ModuleNotFoundError, match=re.escape(vit.INSTALL)):
         vit.make(jax.random.key(0))
