@@ -54,6 +54,7 @@ from ._sow import scope as scope
 from ._sow import sow as sow
 from ._stacked import stacked as stacked
 from ._sweep import sweep as sweep
+from ._tap import tap as tap
 
 __version__ = _version("jax-harvest")
 
@@ -106,6 +107,7 @@ __all__ = [
     "sow",
     "stacked",
     "sweep",
+    "tap",
     "value_and_grad",
     "zero",
 ]

@@ -44,6 +44,13 @@ NOT_THE_USER = (
 for _prefix in NOT_THE_USER:
     source_info_util.register_exclusion(_prefix)
 
+# What may call a layer for the user: `jax.vmap(layer)`, `eqx.filter_jit(layer)`.
+_MACHINERY = (
+    *NOT_THE_USER,
+    os.path.dirname(jax.__file__) + os.sep,
+    os.path.join(os.path.dirname(eqx.__file__), "_"),  # and so not `equinox.nn`
+)
+
 with jax.ensure_compile_time_eval():
     # Taken inside the context, so that importing harvest while tracing is harmless.
     _EVAL_STATE = get_opaque_trace_state(convention="harvest")
@@ -314,7 +321,7 @@ def caller() -> str:
     JAX's own source information is lost in some derivative rules.
     """
     frame = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USER):
+    while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -11,6 +11,7 @@ from . import _compat, _types
 from ._batching import batch_sizes
 from ._compat import UserScope
 from ._markers import Mark, Tag
+from ._scopes import components
 from ._shards import Layout, Shards
 from ._types import Dim
 
@@ -97,7 +98,7 @@ class Entry:
 
     @property
     def key(self) -> str:
-        return "/".join((*self.scope, self.marker.label.name))
+        return "/".join((*components(self.scope), self.marker.label.name))
 
     @property
     def source(self) -> str:

@@ -222,7 +222,7 @@ def warn(message: str) -> None:
     warnings.warn(message, HarvestWarning, skip_file_prefixes=skipped)
 
 
-def nearest(key: str, sources: Mapping[str, str | None]) -> str:
+def nearest(key: str, sources: Mapping[str, str | None], what: str = "sites") -> str:
     """A hint for a key that was not found: the likely ones, or else what there is.
 
     `sources` has the keys there are, and where each is sown.
@@ -233,7 +233,7 @@ def nearest(key: str, sources: Mapping[str, str | None]) -> str:
     name = key.rpartition("/")[2]
     scoped = [k for k in keys if k.rpartition("/")[2] == name and k != key]
     if len(scoped) > 1 and key == name and not any(c in key for c in "*?"):
-        return f"'**/{key}' matches {len(scoped)} sites, as {_located(scoped[0], sources)}"
+        return f"'**/{key}' matches {len(scoped)} {what}, as {_located(scoped[0], sources)}"
     if close := scoped[:3] or difflib.get_close_matches(key, keys, n=3, cutoff=0.5):
         return "did you mean " + " or ".join(_located(k, sources) for k in close) + "?"
     listed = ", ".join(_located(k, sources) for k in keys[:12])

@@ -12,6 +12,7 @@ from ._batching import batch_sizes
 from ._entry import Entry
 from ._errors import UnknownSiteError, nearest
 from ._footprint import is_split, nbytes_of, nbytes_per_device, sharding_of
+from ._scopes import components
 from ._structure import HOLE
 
 
@@ -106,7 +107,7 @@ def site_of(entry: Entry, occurrence: int) -> Site:
     return Site(
         key=entry.key,
         name=label.name,
-        scope="/".join(entry.scope),
+        scope="/".join(components(entry.scope)),
         occurrence=occurrence,
         kind=label.kind,
         aval=label.structure.unflatten(avals),
