@@ -11,7 +11,7 @@ from . import _compat, _types
 from ._batching import batch_sizes
 from ._compat import UserScope
 from ._markers import Mark, Tag
-from ._scopes import components
+from ._numbers import key_of
 from ._shards import Layout, Shards
 from ._types import Dim
 
@@ -98,7 +98,8 @@ class Entry:
 
     @property
     def key(self) -> str:
-        return "/".join((*components(self.scope), self.marker.label.name))
+        label = self.marker.label
+        return key_of(self.scope, label.name, label.number)
 
     @property
     def source(self) -> str:

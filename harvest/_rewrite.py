@@ -1,0 +1,118 @@
+"""A program with the outputs of some of its equations sown."""
+
+import collections
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from . import _compat
+from ._equation import is_marker, opened
+from ._markers import SOW, Label, Mark, Marker, Tag
+from ._numbers import Before, Number, Numbering
+from ._structure import Structure
+from ._where import Choice, Choices, Sown
+
+Counts = Mapping[str, int]  # how many sites there are of each name
+
+# The equations that sow something of another one, given its outputs as variables.
+Sow = Callable[[JaxprEqn, Sequence[Var], Sown, Number], Iterable[JaxprEqn]]
+
+
+def rewritten(jaxpr: Jaxpr, choices: Choices | None, sow: Sow) -> Jaxpr:
+    """A program with what is chosen sown."""
+    return jaxpr if choices is None else _Rewriting(sow).jaxpr(jaxpr, choices)[0]
+
+
+class _Rewriting:
+    """Equations are put in, and all else stays: what JAX derives and compiles is as before.
+
+    A jaxpr that is called twice stays one.
+    """
+
+    def __init__(self, sow: Sow):
+        self._sow = sow
+        self._numbering = Numbering()
+        self._done: dict[Any, tuple[Jaxpr, Jaxpr, Counts]] = {}
+
+    def jaxpr(self, jaxpr: Jaxpr, choices: Choices | None) -> tuple[Jaxpr, Counts]:
+        key = (id(jaxpr), choices)
+        if key not in self._done:
+            self._done[key] = (jaxpr, *self._jaxpr(jaxpr, choices))
+        return self._done[key][1:]
+
+    def _jaxpr(self, jaxpr: Jaxpr, choices: Choices | None) -> tuple[Jaxpr, Counts]:
+        counts: collections.Counter[str] = collections.Counter()
+        if choices is None:  # a branch beside one in which something is sown
+            return jaxpr.replace(effects=jaxpr.effects | {SOW}), counts
+        renamed: dict[Var, Var] = {}
+        rest, eqns = iter(choices.items), []
+        for eqn in jaxpr.eqns:
+            eqn = eqn.replace(invars=[_read(renamed, v) for v in eqn.invars])
+            choice = None if is_marker(eqn) else next(rest)
+            if choice is not None:
+                eqns += self._eqns(eqn, choice, counts, renamed)
+            else:
+                eqns.append(eqn)
+        outvars = [_read(renamed, v) for v in jaxpr.outvars]
+        return _compat.with_eqns(jaxpr, eqns, outvars, SOW), counts
+
+    def _eqns(
+        self,
+        eqn: JaxprEqn,
+        choice: Choice,
+        counts: collections.Counter[str],
+        renamed: dict[Var, Var],
+    ) -> list[JaxprEqn]:
+        """An equation, and what sows its outputs."""
+        if any(choice.inside):
+            pairs = zip(opened(eqn), choice.inside, strict=True)
+            done = [self.jaxpr(jaxpr, choices) for jaxpr, choices in pairs]
+            eqn = _compat.with_jaxprs(eqn, [jaxpr for jaxpr, _ in done], SOW)
+            # The i-th sites in the branches of a `cond` are one.
+            inner = {name: max(c.get(name, 0) for _, c in done) for _, c in done for name in c}
+            if before := {name: counts[name] for name in inner if counts[name]}:
+                eqn = _compat.in_scope(eqn, Before(self._numbering, before))
+            counts.update(inner)
+        if not choice.sown:
+            return [eqn]
+        outvars = _compat.used_outvars(eqn)
+        eqns, current = [eqn.replace(outvars=outvars)], list(outvars)
+        for sown in choice.sown:
+            number = Number(self._numbering, counts[sown.name])
+            counts[sown.name] += 1
+            for sowing in self._sow(eqn, current, sown, number):
+                outs = dict(zip(sown.outs, sowing.outvars, strict=False))
+                current = [outs.get(i, v) for i, v in enumerate(current)]
+                eqns.append(sowing)
+        pairs = zip(eqn.outvars, current, strict=True)
+        renamed.update((old, new) for old, new in pairs if old is not new)
+        return eqns
+
+
+def _read(renamed: Mapping[Var, Var], atom: Any) -> Any:
+    return renamed.get(atom, atom) if isinstance(atom, Var) else atom
+
+
+def as_sow(
+    eqn: JaxprEqn, outvars: Sequence[Var], sown: Sown, number: Number
+) -> Iterable[JaxprEqn]:
+    """The outputs of an equation as `sow` would sow them."""
+    single = len(eqn.outvars) == 1
+    value = 0 if single or len(sown.outs) == 1 else (0,) * len(sown.outs)
+    _, structure = Structure.flatten(value, lambda _: True)
+    label = Label(sown.name, "sow", structure, _source(eqn), number=number)
+    leaves = [outvars[i] for i in sown.outs]
+    if _compat.PLANTING.value:
+        tagged = [Var(v.aval) for v in leaves]
+        yield _compat.applying(_marker(Tag, leaves, label), leaves, tagged, eqn)
+        leaves = tagged
+    yield _compat.applying(_marker(Mark, leaves, label), leaves, [], eqn)
+
+
+def _marker(kind: type[Marker], leaves: Sequence[Var], label: Label) -> Marker:
+    return kind([v.aval for v in leaves], label, ((),) * len(leaves))
+
+
+def _source(eqn: JaxprEqn) -> str:
+    return _compat.source_of(eqn.source_info)
