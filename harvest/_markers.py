@@ -50,7 +50,7 @@ class Label:
     """What a marker says about the value it marks."""
 
     name: str
-    kind: Literal["sow", "cotangent"]
+    kind: Literal["sow", "cotangent", "equation"]  # the last for `debug.nonfinite` only
     structure: Structure
     source: str  # the user's file and line
     spec: Any = None

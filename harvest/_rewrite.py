@@ -4,6 +4,7 @@ import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from . import _compat
@@ -98,21 +99,53 @@ def as_sow(
     eqn: JaxprEqn, outvars: Sequence[Var], sown: Sown, number: Number
 ) -> Iterable[JaxprEqn]:
     """The outputs of an equation as `sow` would sow them."""
-    single = len(eqn.outvars) == 1
-    value = 0 if single or len(sown.outs) == 1 else (0,) * len(sown.outs)
-    _, structure = Structure.flatten(value, lambda _: True)
-    label = Label(sown.name, "sow", structure, _source(eqn), number=number)
+    single = len(eqn.outvars) == 1 or len(sown.outs) == 1
+    label = _label(eqn, sown, number, "sow", 0 if single else (0,) * len(sown.outs))
     leaves = [outvars[i] for i in sown.outs]
     if _compat.PLANTING.value:
         tagged = [Var(v.aval) for v in leaves]
-        yield _compat.applying(_marker(Tag, leaves, label), leaves, tagged, eqn)
+        yield _marking(eqn, Tag, label, leaves, tagged)
         leaves = tagged
-    yield _compat.applying(_marker(Mark, leaves, label), leaves, [], eqn)
+    yield _marking(eqn, Mark, label, leaves, [])
 
 
-def _marker(kind: type[Marker], leaves: Sequence[Var], label: Label) -> Marker:
-    return kind([v.aval for v in leaves], label, ((),) * len(leaves))
+def as_watched(
+    eqn: JaxprEqn, outvars: Sequence[Var], sown: Sown, number: Number
+) -> Iterable[JaxprEqn]:
+    """Outputs and inputs of an equation, for `debug.nonfinite`.
+
+    Not of one whose inside is watched, nor of one on references, whose inputs are not among its
+    own. Literals are not among them either: a NaN that comes from one is made here.
+    """
+    outs = list(filter(_may_be_nan, outvars))
+    if opened(eqn) or _compat.uses_refs(eqn) or not outs:
+        return
+    ins = [v for v in dict.fromkeys(_variables(eqn)) if _may_be_nan(v)]
+    sizes = (0,) * len(outs), (0,) * len(ins)
+    label = _label(eqn, sown, number, "equation", sizes)
+    yield _marking(eqn, Mark, label, [*outs, *ins], [])
 
 
-def _source(eqn: JaxprEqn) -> str:
-    return _compat.source_of(eqn.source_info)
+def _variables(eqn: JaxprEqn) -> list[Var]:
+    return [v for v in eqn.invars if isinstance(v, Var)]
+
+
+def _may_be_nan(v: Var) -> bool:
+    return _compat.is_array_type(v.aval) and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+
+
+def _label(eqn: JaxprEqn, sown: Sown, number: Number, kind: Any, like: Any) -> Label:
+    _, structure = Structure.flatten(like, lambda _: True)
+    source = _compat.source_of(eqn.source_info)
+    return Label(sown.name, kind, structure, source, number=number)
+
+
+def _marking(
+    eqn: JaxprEqn,
+    kind: type[Marker],
+    label: Label,
+    leaves: Sequence[Var],
+    results: Sequence[Var],
+) -> JaxprEqn:
+    prim = kind([v.aval for v in leaves], label, ((),) * len(leaves))
+    return _compat.applying(prim, leaves, results, eqn)
