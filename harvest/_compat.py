@@ -452,8 +452,12 @@ def jaxprs_in(params: Any) -> Iterator[Jaxpr]:
 def opened_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs among the parameters of an equation that has a rule, in order.
 
-    But for the predicate of a `while_loop`, in which nothing can be collected.
+    But for the predicate of a `while_loop`, in which nothing can be collected. Of `HiPrim`s only
+    `jax.checkpoint`'s evaluates its jaxpr whatever becomes of it.
     """
+    prim = hi_prim(eqn)
+    if prim is not None:
+        return [prim.jaxpr] if type(prim).__name__ == "RematTraced" else []
     found: list[Jaxpr] = []
     _with_each_jaxpr(_opened_params(eqn), lambda jaxpr: found.append(jaxpr) or jaxpr)
     return found
@@ -464,6 +468,10 @@ def with_jaxprs(eqn: JaxprEqn, jaxprs: Sequence[Jaxpr], effect: Any) -> JaxprEqn
 
     JAX wants the branches of a `cond` to have the same effects.
     """
+    prim = hi_prim(eqn)
+    if prim is not None:
+        remat = type(prim)(*jaxprs, prim.policy, prim.prevent_cse)
+        return eqn.replace(params={"_prim": remat}, effects=eqn.effects | {effect})
     given = iter(jaxprs)
     opened = _with_each_jaxpr(_opened_params(eqn), lambda _: next(given))
     return eqn.replace(params={**eqn.params, **opened}, effects=eqn.effects | {effect})
@@ -525,9 +533,7 @@ def applying(prim: hijax.HiPrim, invars: Any, outvars: Any, beside: JaxprEqn) ->
     )
 
 
-def with_eqns(
-    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any], effect: Any
-) -> Jaxpr:
+def with_eqns(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any], effect: Any) -> Jaxpr:
     """A jaxpr with other equations, that apply `HiPrim`s and have one more effect."""
     return jaxpr.replace(
         eqns=list(eqns),

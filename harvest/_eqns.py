@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from . import _compat
 from ._equation import Equation as Equation
 from ._errors import SowError
 from ._interpreter import Replay

@@ -158,9 +158,7 @@ def opened(eqn: JaxprEqn) -> list[Jaxpr]:
 
     Those of a `HiPrim` are what it is expanded to, and not a part of it.
     """
-    if rule_for(eqn) is None or _compat.hi_prim(eqn) is not None:
-        return []
-    return _compat.opened_jaxprs(eqn)
+    return [] if rule_for(eqn) is None else _compat.opened_jaxprs(eqn)
 
 
 def _leaving(

@@ -1,8 +1,8 @@
 """Numbers of sown equations, which count on across calls of one jaxpr.
 
-A jaxpr that is called twice is rewritten once, as it is compiled once. So its sites have the numbers
-that they have in it, and the scope of each call says how many come before: scopes stay on equations
-however JAX transforms a program.
+A jaxpr that is called twice is rewritten once, as it is compiled once. So its sites have the
+numbers that they have in it, and the scope of each call says how many come before: scopes stay on
+equations however JAX transforms a program.
 """
 
 import dataclasses

@@ -95,9 +95,7 @@ def _read(renamed: Mapping[Var, Var], atom: Any) -> Any:
     return renamed.get(atom, atom) if isinstance(atom, Var) else atom
 
 
-def as_sow(
-    eqn: JaxprEqn, outvars: Sequence[Var], sown: Sown, number: Number
-) -> Iterable[JaxprEqn]:
+def as_sow(eqn: JaxprEqn, outvars: Sequence[Var], sown: Sown, number: Number) -> Iterable[JaxprEqn]:
     """The outputs of an equation as `sow` would sow them."""
     single = len(eqn.outvars) == 1 or len(sown.outs) == 1
     label = _label(eqn, sown, number, "sow", 0 if single else (0,) * len(sown.outs))
@@ -131,7 +129,8 @@ def _variables(eqn: JaxprEqn) -> list[Var]:
 
 
 def _may_be_nan(v: Var) -> bool:
-    return _compat.is_array_type(v.aval) and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    aval: Any = v.aval
+    return _compat.is_array_type(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _label(eqn: JaxprEqn, sown: Sown, number: Number, kind: Any, like: Any) -> Label:

@@ -82,7 +82,7 @@ class Site:
     name: str
     scope: str
     occurrence: int
-    kind: Literal["sow", "cotangent"]
+    kind: Literal["sow", "cotangent", "equation"]
     aval: Any
     axes: tuple[Axis, ...]
     branch: tuple[int, ...] | None

@@ -1,6 +1,7 @@
 """Which equations of a program `sow_eqns` is about, and what they are called."""
 
 import dataclasses
+import operator
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -117,7 +118,8 @@ def _match(where: Any, every: Sequence[Node]) -> Match:
     is_meant = glob(rest)
     if kind == "scope":
         return lambda node: ((p, outs) for p, outs in node.leaving.items() if is_meant(p))
-    return lambda node: _if(is_meant(getattr(node.equation, kind) or ""), node)
+    own = operator.attrgetter(kind)
+    return lambda node: _if(own(node.equation) is not None and is_meant(own(node.equation)), node)
 
 
 def _if(is_meant: bool, node: Node) -> Iterator[tuple[None, tuple[int, ...]]]:
