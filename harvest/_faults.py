@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -116,15 +117,15 @@ def _fault(runs: _Runs, row: int, others: Mapping[Place, _Runs], arguments: Argu
         runs.range(row),
         tuple(value for value in inputs if value.low <= value.high or value.nan or value.inf),
         site.primitive,
-        _element(site.shapes, runs.stats["element"][row]) if site.primitive else (),
+        _element(site.shapes, int(runs.stats["element"][row])) if site.primitive else (),
     )
 
 
 def _element(shapes: Sequence[tuple[int, ...]], count: int) -> tuple[int, ...]:
     """The index in an output, from one that counts through all of them."""
     shape, *others = shapes
-    if count >= np.prod(shape, dtype=int) and others:
-        return _element(others, count - np.prod(shape, dtype=int))
+    if others and count >= math.prod(shape):
+        return _element(others, count - math.prod(shape))
     return tuple(int(i) for i in np.unravel_index(count, shape))
 
 

@@ -65,7 +65,8 @@ class _Rewriting:
         counts: collections.Counter[str],
         renamed: dict[Var, Var],
     ) -> list[JaxprEqn]:
-        """An equation, and what sows its outputs."""
+        """An equation, and what sows its outputs, which is outside of the scope that it gets."""
+        beside = eqn
         if any(choice.inside):
             pairs = zip(opened(eqn), choice.inside, strict=True)
             done = [self.jaxpr(jaxpr, choices) for jaxpr, choices in pairs]
@@ -82,7 +83,7 @@ class _Rewriting:
         for sown in choice.sown:
             number = Number(self._numbering, counts[sown.name])
             counts[sown.name] += 1
-            for sowing in self._sow(eqn, current, sown, number):
+            for sowing in self._sow(beside, current, sown, number):
                 outs = dict(zip(sown.outs, sowing.outvars, strict=False))
                 current = [outs.get(i, v) for i, v in enumerate(current)]
                 eqns.append(sowing)
