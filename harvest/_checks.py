@@ -163,5 +163,5 @@ def fruitless(entries: Sequence[Entry], doing: str = "planting") -> Iterator[str
                 f"the result of the `sow` at {label.source} is not used; write "
                 f"`h = sow(h, name={label.name!r})`"
                 if label.number is None
-                else f"nothing uses the result of the equation at {label.source}"
+                else f"nothing uses the result of the equation at {group[0].source}"
             )

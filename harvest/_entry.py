@@ -88,6 +88,7 @@ class Entry:
     # Mesh axes along which it may differ though its type does not say so: not all shards run it.
     uneven: frozenset[str] = frozenset()
     prim: Any = None  # the `HiPrim` of a user's in whose expansion it is, the outermost
+    called_at: str = ""  # the user's line for an equation of JAX's own, in a function of JAX's
     again: bool = False  # in what `jax.checkpoint` evaluates again in a backward pass
 
     @staticmethod
@@ -104,7 +105,7 @@ class Entry:
     @property
     def source(self) -> str:
         """The user's file and line."""
-        return self.marker.label.source
+        return self.marker.label.source or self.called_at
 
     @property
     def shards(self) -> tuple[Shards, ...]:

@@ -46,7 +46,8 @@ class Equation:
         `"transpose"` (it computes cotangents).
     - `inside`: the equations around it, outermost first: `("scan", "jit:layer")`.
     - `inputs`, `outputs`: their types, as `jax.typeof` returns them.
-    - `source`: the user's file and line, as `file:line`.
+    - `source`: the user's file and line, as `file:line`; inside of a jitted function of JAX's, that
+        of its call.
     """
 
     primitive: str
@@ -84,6 +85,7 @@ class Around:
 
     frames: tuple[Frame, ...] = ()
     inside: tuple[str, ...] = ()
+    source: str = ""
 
     def entered(self, eqn: JaxprEqn) -> tuple[Frame, ...]:
         """The frames of an equation that are not around its jaxpr.
@@ -102,7 +104,8 @@ class Reader:
         self._nodes: dict[Any, tuple[Jaxpr, Around, tuple[Node, ...]]] = {}
 
     def nodes(self, jaxpr: Jaxpr, around: Around = Around()) -> tuple[Node, ...]:
-        place = (id(jaxpr), tuple(id(f.entry) for f in around.frames), around.inside)
+        frames = tuple(id(f.entry) for f in around.frames)
+        place = (id(jaxpr), frames, around.inside, around.source)
         if place not in self._nodes:
             eqns = [eqn for eqn in jaxpr.eqns if not is_marker(eqn)]
             rows = zip(eqns, _leaving(jaxpr, eqns, around), strict=True)
@@ -123,10 +126,10 @@ class Reader:
             inside=around.inside,
             inputs=tuple(v.aval for v in eqn.invars),
             outputs=tuple(v.aval for v in eqn.outvars),
-            source=_compat.source_of(eqn.source_info),
+            source=_compat.source_of(eqn.source_info) or around.source,
         )
         outs = tuple(i for i, v in enumerate(eqn.outvars) if _compat.has_value(v))
-        within = Around(frames, (*around.inside, equation.label))
+        within = Around(frames, (*around.inside, equation.label), equation.source)
         inside = tuple(self.nodes(jaxpr, within) for jaxpr in opened(eqn))
         return Node(eqn, equation, outs, leaving, inside, within)
 

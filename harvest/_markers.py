@@ -56,6 +56,7 @@ class Label:
     spec: Any = None
     log: bool = False
     number: Number | None = None  # of an equation, among those of its name
+    primitive: str | None = None  # of an equation
 
     @property
     def sow(self) -> tuple[Any, ...]:

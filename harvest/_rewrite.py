@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from . import _compat
 from ._equation import is_marker, opened
@@ -114,10 +115,12 @@ def as_watched(
     """Outputs and inputs of an equation, for `debug.nonfinite`.
 
     Not of one whose inside is watched, nor of one on references, whose inputs are not among its
-    own. Literals are not among them either: a NaN that comes from one is made here.
+    own. Literals are not among them either: a NaN that comes from one is made here, also if it is
+    given to what is inside.
     """
     outs = list(filter(_may_be_nan, outvars))
-    if opened(eqn) or _compat.uses_refs(eqn) or not outs:
+    inside = opened(eqn) and not any(map(_is_bad_literal, eqn.invars))
+    if inside or _compat.uses_refs(eqn) or not outs:
         return
     ins = [v for v in dict.fromkeys(_variables(eqn)) if _may_be_nan(v)]
     sizes = (0,) * len(outs), (0,) * len(ins)
@@ -129,6 +132,14 @@ def _variables(eqn: JaxprEqn) -> list[Var]:
     return [v for v in eqn.invars if isinstance(v, Var)]
 
 
+def _is_bad_literal(atom: Any) -> bool:
+    return (
+        isinstance(atom, Literal)
+        and jnp.issubdtype(np.asarray(atom.val).dtype, jnp.inexact)
+        and not np.isfinite(atom.val).all()
+    )
+
+
 def _may_be_nan(v: Var) -> bool:
     aval: Any = v.aval
     return _compat.is_array_type(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
@@ -136,8 +147,8 @@ def _may_be_nan(v: Var) -> bool:
 
 def _label(eqn: JaxprEqn, sown: Sown, number: Number, kind: Any, like: Any) -> Label:
     _, structure = Structure.flatten(like, lambda _: True)
-    source = _compat.source_of(eqn.source_info)
-    return Label(sown.name, kind, structure, source, number=number)
+    source, primitive = _compat.source_of(eqn.source_info), _compat.primitive_name(eqn)
+    return Label(sown.name, kind, structure, source, number=number, primitive=primitive)
 
 
 def _marking(

@@ -69,8 +69,8 @@ def nonfinite(
     - `eqns`: whether to watch all equations of the program (with `select`, those of its keys as
         [`harvest.sow_eqns`][] sows them) instead of what it sows. Nothing in `fn` need be sown, and
         it compiles more slowly. The fault is the first equation whose output holds a NaN and whose
-        inputs do not: so an argument that holds one is none. An equation with others inside is
-        those; what is compiled as a whole, such as a `pallas_call`, is one.
+        inputs do not: so an argument or a constant array that holds one is none. An equation with
+        others inside is those; what is compiled as a whole, such as a `pallas_call`, is one.
 
     **Returns:**
 
@@ -172,13 +172,13 @@ def _watched(program: Program, entries: Sequence[Entry], actions: Any) -> tuple[
             (position, number),
             entry.key,
             inner.marker.label.kind,
-            inner.source,
+            inner.source or entry.source,
             _known(action, loops),
             _mesh(action, entry),
             upstream.paths[position, number],
             upstream.sources[position, number],
             _shapes(inner),
-            inner.marker.label.name if inner.marker.label.kind == "equation" else None,
+            inner.marker.label.primitive,
         )
         for position, (entry, action) in enumerate(zip(entries, actions, strict=True))
         if action is not None
