@@ -13,7 +13,9 @@ from ._walk import Walk
 from ._where import Choices, check_where, choose
 
 
-def sow_eqns(fn: Callable[..., Any], where: Any = None, name: str | None = None) -> Any:
+def sow_eqns(
+    fn: Callable[..., Any], where: Any = None, name: str | None = None
+) -> Callable[..., Any]:
     """As `fn`, but sows the outputs of chosen equations of its program.
 
     So that any intermediate value of any function can be collected, replaced or differentiated,

@@ -12,12 +12,13 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
+from jax.experimental.hijax import HiType
 from jax.sharding import PartitionSpec as P
 
 import harvest
 from harvest import capture, folds, plant, reap, scope, sites, sow, sow_eqns
 
-from . import helpers
+from . import helpers, hi_programs
 from .meshes import MESHES
 
 X = np.array([0.5, 1.0, 1.5, 2.0], np.float32)
@@ -331,6 +332,21 @@ def test_in_a_shard_map(check_vma):
     close(acts["sin/0"], np.sin(x)[:, None], rtol=1e-6)
     doubled = plant(sow_eqns(fn, "sin"), {"sin/0": lambda s: 2 * s})(x)
     close(doubled, 2 * np.sin(x) / x.sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("structure", ["plain", "jit", "scan", "cond", "remat"])
+@pytest.mark.parametrize("name", hi_programs.KINDS)
+def test_values_of_hi_types(name, structure):
+    kind, around = hi_programs.KINDS[name], hi_programs.STRUCTURES[structure].run
+    made = lambda x: around(lambda x: kind.use(kind.make(x)), x)
+    is_hi = lambda e: isinstance(e.outputs[0], HiType) and not e.leaves
+    theirs = lambda x: around(lambda x: kind.use(sow(kind.make(x), name="h")), x)
+    fn = sow_eqns(made, is_hi, "h")
+    wanted = hi_programs.by_hand(reap(theirs)(hi_programs.X)["h"])
+    values = map(hi_programs.by_hand, reap(fn)(hi_programs.X).values())
+    # A product is made of several equations, and taken apart by others.
+    jax.tree.map(close, next(v for v in values if len(v) == len(wanted)), wanted)
+    close(plant(fn, reap(fn)(hi_programs.X))(hi_programs.X), made(hi_programs.X), rtol=1e-5)
 
 
 # ------------------------------------------------------------------------------- derivatives
