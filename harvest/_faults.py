@@ -112,7 +112,7 @@ def _fault(runs: _Runs, row: int, others: Mapping[Place, _Runs], arguments: Argu
         site.kind,
         site.source,
         tuple(index),
-        tuple(lane[:batch]),
+        () if site.primitive else tuple(lane[:batch]),  # those of a loop that a `vmap` batched
         _shard(lane[batch:], site.mesh),
         runs.range(row),
         tuple(value for value in inputs if value.low <= value.high or value.nan or value.inf),

@@ -116,11 +116,11 @@ def as_watched(
 
     Not of one whose inside is watched, nor of one on references, whose inputs are not among its
     own. Literals are not among them either: a NaN that comes from one is made here, also if it is
-    given to what is inside.
+    given to what is inside. And a `while_loop` is watched as well: what is inside may be blocked.
     """
     outs = list(filter(_may_be_nan, outvars))
-    inside = opened(eqn) and not any(map(_is_bad_literal, eqn.invars))
-    if inside or _compat.uses_refs(eqn) or not outs:
+    as_a_whole = eqn.primitive.name == "while" or any(map(_is_bad_literal, eqn.invars))
+    if (opened(eqn) and not as_a_whole) or _compat.uses_refs(eqn) or not outs:
         return
     ins = [v for v in dict.fromkeys(_variables(eqn)) if _may_be_nan(v)]
     sizes = (0,) * len(outs), (0,) * len(ins)

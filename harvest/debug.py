@@ -1,7 +1,7 @@
 """Finding faults: where the first NaN is."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -70,7 +70,8 @@ def nonfinite(
         [`harvest.sow_eqns`][] sows them) instead of what it sows. Nothing in `fn` need be sown, and
         it compiles more slowly. The fault is the first equation whose output holds a NaN and whose
         inputs do not: so an argument or a constant array that holds one is none. An equation with
-        others inside is those; what is compiled as a whole, such as a `pallas_call`, is one.
+        others inside is those; what is compiled as a whole, such as a `pallas_call`, is one, and so
+        is a `while_loop` in another one that `vmap` batched (there is a warning).
 
     **Returns:**
 
@@ -130,6 +131,7 @@ class Nonfinite(Transformed):
 
     def _chosen(self, entries: Sequence[Entry]) -> Chosen:
         mine = [e for e in entries if (e.marker.label.kind == "equation") == self.eqns]
+        mine = [e for e in mine if not (self.eqns and e.blocked)]
         return resolve(self.select, mine, True, "debug.nonfinite")
 
     def _inline(self, args, kwargs, trace):
@@ -147,7 +149,8 @@ class Nonfinite(Transformed):
             reading.result(entry, read)
             for (entry, reading), read in zip(plan.reads, reads, strict=True)
         ]
-        return (_watched(program, entries, plan.actions), found), plan.warnings
+        warnings = (*plan.warnings, *(_blocked(entries) if self.eqns else ()))
+        return (_watched(program, entries, plan.actions), found), warnings
 
     def _watches(self, entries: Sequence[Entry]) -> list[tuple[Chosen, Watch]]:
         """What is watched, and how."""
@@ -184,6 +187,18 @@ def _watched(program: Program, entries: Sequence[Entry], actions: Any) -> tuple[
         if action is not None
         for number, ((_, loops), inner) in enumerate(variants(entry).items())
     )
+
+
+def _blocked(entries: Sequence[Entry]) -> Iterator[str]:
+    """Warnings about equations that are not watched."""
+    for place in dict.fromkeys(e.blocked for e in entries if e.blocked and e.readable):
+        inside = [e for e in entries if e.blocked == place and e.marker.label.kind == "equation"]
+        if inside:
+            first = f"{inside[0].key!r}, at {inside[0].source}"
+            yield (
+                f"`debug.nonfinite`: {len(inside)} equations inside of {place} (as {first}) are not "
+                "watched, only that as a whole"
+            )
 
 
 def _shapes(entry: Entry) -> tuple[tuple[int, ...], ...]:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import harvest
-from harvest import debug, sow
+from harvest import HarvestWarning, debug, sow
 
 from .meshes import MESHES
 
@@ -120,6 +120,21 @@ def test_in_a_while_loop():
     (fault,) = watch(f)(5.0)  # the logarithms of 5 are 1.6, 0.48, -0.74 and NaN
     assert (fault.primitive, fault.index, fault.value.nan) == ("log", (3,), True)
     assert not watch(lambda x: lax.while_loop(lambda x: x > 1, jnp.log, x))(5.0)
+    (fault,) = watch(jax.vmap(f))(np.array([5, 3000], np.float32))
+    assert (fault.primitive, fault.index, fault.lane, fault.element) == ("log", (3,), (), (0,))
+
+
+def test_in_nested_while_loops_of_a_batch():
+    def inner(x):
+        return lax.while_loop(lambda x: x < 50, lambda x: jnp.log(x) * 0 + 2 * x, x)
+
+    outer = jax.vmap(lambda x: lax.while_loop(lambda x: x < 60, lambda x: inner(x) + 1, x))
+    fn = watch(outer)
+    with pytest.warns(HarvestWarning, match="are not watched, only that as a whole"):
+        assert not fn(X)
+    with pytest.warns(HarvestWarning, match="are not watched, only that as a whole"):
+        (fault,) = fn(np.array([1, -1], np.float32))
+    assert (fault.primitive, fault.element) == ("while", (1,))
 
 
 def test_in_a_branch():
