@@ -196,8 +196,8 @@ def _blocked(entries: Sequence[Entry]) -> Iterator[str]:
         if inside:
             first = f"{inside[0].key!r}, at {inside[0].source}"
             yield (
-                f"`debug.nonfinite`: {len(inside)} equations inside of {place} (as {first}) are not "
-                "watched, only that as a whole"
+                f"`debug.nonfinite`: {len(inside)} equations inside of {place} (as {first}) are "
+                "not watched, only that as a whole"
             )
 
 
