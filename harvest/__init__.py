@@ -17,6 +17,8 @@ from ._edits import replace as replace
 from ._edits import scale as scale
 from ._edits import zero as zero
 from ._entry import CondSum as CondSum
+from ._eqns import Equation as Equation
+from ._eqns import sow_eqns as sow_eqns
 from ._errors import DuplicateSiteError as DuplicateSiteError
 from ._errors import GradError as GradError
 from ._errors import HarvestError as HarvestError
@@ -62,6 +64,7 @@ __all__ = [
     "Axis",
     "CondSum",
     "DuplicateSiteError",
+    "Equation",
     "Fold",
     "GradError",
     "HarvestError",
@@ -105,6 +108,7 @@ __all__ = [
     "scope",
     "sites",
     "sow",
+    "sow_eqns",
     "stacked",
     "sweep",
     "tap",

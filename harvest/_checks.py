@@ -158,8 +158,10 @@ def fruitless(entries: Sequence[Entry], doing: str = "planting") -> Iterator[str
         by_key.setdefault(entry.key, []).append(entry)
     for key, group in by_key.items():
         if not any(entry.feeds for entry in group):
-            name = group[0].marker.label.name
-            yield (
-                f"{doing} {key!r} changes nothing: the result of the `sow` at "
-                f"{group[0].source} is not used; write `h = sow(h, name={name!r})`"
+            label = group[0].marker.label
+            yield f"{doing} {key!r} changes nothing: " + (
+                f"the result of the `sow` at {label.source} is not used; write "
+                f"`h = sow(h, name={label.name!r})`"
+                if label.number is None
+                else f"nothing uses the result of the equation at {group[0].source}"
             )

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from jax.extend import source_info_util
 from jax.extend.core import (
     Jaxpr,
     JaxprEqn,
+    Var,
     get_opaque_trace_state,
     primitives,
     take_current_trace,
@@ -315,6 +316,29 @@ def joined_scopes(
     return tuple(scopes)
 
 
+class Frame(NamedTuple):
+    """A component of a name stack: that of a scope, or of a transform such as `jvp`."""
+
+    name: str
+    is_scope: bool
+    entry: Any  # itself: one `with` makes one of them
+
+
+def frames_of(eqn: JaxprEqn) -> list[Frame]:
+    """The name stack of an equation, relative to the jaxpr that holds it.
+
+    Its components are of two private types, hence the test by name.
+    """
+    stack = eqn.source_info.name_stack.stack
+    return [Frame(e.name, type(e).__name__ == "Scope", e) for e in stack]
+
+
+def in_scope(eqn: JaxprEqn, scope: UserScope) -> JaxprEqn:
+    """An equation with one more scope around it, the innermost."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
+
+
 def caller() -> str:
     """Where the user's code is that calls us, as `file:line`.
 
@@ -423,6 +447,108 @@ def jaxprs_in(params: Any) -> Iterator[Jaxpr]:
             yield from jaxprs_in(value)
     elif isinstance(getattr(params, "jaxpr", None), Jaxpr):
         yield params.jaxpr
+
+
+def opened_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs among the parameters of an equation that has a rule, in order.
+
+    But for the predicate of a `while_loop`, in which nothing can be collected. Of `HiPrim`s only
+    `jax.checkpoint`'s evaluates its jaxpr whatever becomes of it.
+    """
+    prim = hi_prim(eqn)
+    if prim is not None:
+        return [prim.jaxpr] if type(prim).__name__ == "RematTraced" else []
+    found: list[Jaxpr] = []
+    _with_each_jaxpr(_opened_params(eqn), lambda jaxpr: found.append(jaxpr) or jaxpr)
+    return found
+
+
+def with_jaxprs(eqn: JaxprEqn, jaxprs: Sequence[Jaxpr], effect: Any) -> JaxprEqn:
+    """An equation with these for its `opened_jaxprs`, all of which have that effect.
+
+    JAX wants the branches of a `cond` to have the same effects.
+    """
+    prim = hi_prim(eqn)
+    if prim is not None:
+        remat = type(prim)(*jaxprs, prim.policy, prim.prevent_cse)
+        return eqn.replace(params={"_prim": remat}, effects=eqn.effects | {effect})
+    given = iter(jaxprs)
+    opened = _with_each_jaxpr(_opened_params(eqn), lambda _: next(given))
+    return eqn.replace(params={**eqn.params, **opened}, effects=eqn.effects | {effect})
+
+
+def _opened_params(eqn: JaxprEqn) -> dict[str, Any]:
+    return {name: value for name, value in eqn.params.items() if name != "cond_jaxpr"}
+
+
+def _with_each_jaxpr(params: Any, fn: Callable[[Jaxpr], Jaxpr]) -> Any:
+    if isinstance(params, Jaxpr):
+        return fn(params)
+    if isinstance(params, dict):
+        return {name: _with_each_jaxpr(value, fn) for name, value in params.items()}
+    if type(params) in (list, tuple):
+        return type(params)(_with_each_jaxpr(value, fn) for value in params)
+    return params
+
+
+def has_value(var: Any) -> bool:
+    """Whether a variable of a jaxpr is an array or of a hi type: neither a `Ref` nor a token."""
+    if isinstance(var.aval, hijax.AbstractRef):
+        return False
+    return is_hi_type(var.aval) or isinstance(var.aval, jax.core.ShapedArray)
+
+
+def used_outvars(eqn: JaxprEqn) -> list[Var]:
+    """The outputs of an equation as variables that can be read.
+
+    JAX has those that nothing uses as variables of a private class.
+    """
+    return [v if type(v) is Var else Var(v.aval) for v in eqn.outvars]
+
+
+@functools.cache
+def _hi_prim_primitive() -> Any:
+    """The primitive that applies a `HiPrim`."""
+    (eqn,) = jax.make_jaxpr(_Nothing())(0.0).eqns
+    return eqn.primitive
+
+
+class _Nothing(hijax.HiPrim):
+    def __init__(self):
+        self.in_avals, self.out_aval, self.params = (jax.typeof(0.0),), (), {}
+        super().__init__()
+
+    def expand(self, *_):
+        return ()
+
+
+def applying(prim: hijax.HiPrim, invars: Any, outvars: Any, beside: JaxprEqn) -> JaxprEqn:
+    """The equation that applies a `HiPrim` to variables, made where another one was."""
+    return beside.replace(
+        invars=list(invars),
+        outvars=list(outvars),
+        primitive=_hi_prim_primitive(),
+        params={"_prim": prim},
+        effects=frozenset(prim.effects),
+    )
+
+
+def with_eqns(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any], effect: Any) -> Jaxpr:
+    """A jaxpr with other equations, that apply `HiPrim`s and have one more effect."""
+    return jaxpr.replace(
+        eqns=list(eqns),
+        outvars=list(outvars),
+        effects=jaxpr.effects | {effect},
+        debug_info=jaxpr.debug_info,
+        is_high=True,
+    )
+
+
+def names_in(eqn: JaxprEqn) -> tuple[str | None, str | None]:
+    """The name of the function of a `jit`, and that which a `checkpoint_name` gives."""
+    name = eqn.params.get("name")
+    kind = eqn.primitive.name
+    return (name if kind == "jit" else None), (name if kind == "name" else None)
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:

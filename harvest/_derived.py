@@ -95,10 +95,10 @@ class Derived:
 class Original(Derived):
     """Results of an equation: with its derivative rules, and without sows that are read elsewhere.
 
-    Its rules may evaluate these again. `read` has names and lines; None stands for all sows.
+    Its rules may evaluate these again. `read` has the `sow` of labels; None stands for all sows.
     """
 
-    read: frozenset[tuple[str, str]] | None
+    read: frozenset[tuple[Any, ...]] | None
     eqn: JaxprEqn | None = None  # None if it is batched
 
     def evaluate(self, fn, *args):
@@ -205,14 +205,14 @@ class _NoDerivative(HiPrim):
 
 
 def without(
-    sows: frozenset[tuple[str, str]] | None, jaxpr: Jaxpr, args: Sequence[Any]
+    sows: frozenset[tuple[Any, ...]] | None, jaxpr: Jaxpr, args: Sequence[Any]
 ) -> list[Any]:
     """The outputs of a jaxpr, evaluated without these sows (None: without any)."""
     walk = Walk()
 
     def is_left_out(entry: Entry) -> bool:
-        sow = (entry.marker.label.name, entry.source)
-        return entry.readable and not entry.blocked and (sows is None or sow in sows)
+        is_meant = sows is None or entry.marker.label.sow in sows
+        return entry.readable and not entry.blocked and is_meant
 
     actions = tuple(CONSUMED if is_left_out(entry) else None for entry in walk.entries(jaxpr))
     return Replay(walk).run(jaxpr, args, actions, (), (True,) * len(jaxpr.outvars)).outs

@@ -220,7 +220,9 @@ def _sowing(entry: Entry) -> Callable[[Any, Any], Any]:
             specs = label.spec and [
                 s for s, ct in zip(label.spec, cts, strict=True) if ct is not None
             ]
-            here = dataclasses.replace(label, structure=structure, spec=specs and tuple(specs))
+            here = dataclasses.replace(
+                label, structure=structure, spec=specs and tuple(specs), number=None
+            )
             # No `Tag`: an outer `plant` is not to reach this.
             Mark(list(map(jax.typeof, leaves)), here, ((),) * len(leaves))(*leaves)
 

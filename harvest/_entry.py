@@ -11,7 +11,7 @@ from . import _compat, _types
 from ._batching import batch_sizes
 from ._compat import UserScope
 from ._markers import Mark, Tag
-from ._scopes import components
+from ._numbers import key_of
 from ._shards import Layout, Shards
 from ._types import Dim
 
@@ -88,6 +88,7 @@ class Entry:
     # Mesh axes along which it may differ though its type does not say so: not all shards run it.
     uneven: frozenset[str] = frozenset()
     prim: Any = None  # the `HiPrim` of a user's in whose expansion it is, the outermost
+    called_at: str = ""  # the user's line for an equation of JAX's own, in a function of JAX's
     again: bool = False  # in what `jax.checkpoint` evaluates again in a backward pass
 
     @staticmethod
@@ -98,12 +99,13 @@ class Entry:
 
     @property
     def key(self) -> str:
-        return "/".join((*components(self.scope), self.marker.label.name))
+        label = self.marker.label
+        return key_of(self.scope, label.name, label.number)
 
     @property
     def source(self) -> str:
         """The user's file and line."""
-        return self.marker.label.source
+        return self.marker.label.source or self.called_at
 
     @property
     def shards(self) -> tuple[Shards, ...]:

@@ -2,9 +2,10 @@
 
 import collections
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from ._report import Fault, Range, Report
 from ._upstream import LoopIndex, Path, Place, Source
 
+Kind = Literal["sow", "cotangent", "equation"]
 Arguments = Callable[[Sequence[int]], list[Range]]
 
 
@@ -21,26 +23,30 @@ class Watched:
 
     place: Place
     key: str
-    kind: Literal["sow", "cotangent"]
+    kind: Kind
     source: str
     known: tuple[bool, ...]  # for each loop around it, whether its results have an axis
     mesh: tuple[dict[str, int], ...]  # for each axis of shards of its results, the mesh axes in it
     path: Path
     sources: frozenset[Source]
+    shapes: tuple[tuple[int, ...], ...]  # of the outputs of an equation
+    primitive: str | None
 
 
-def report(watched: Sequence[Watched], found: Sequence[Any], arguments: Arguments) -> Report:
+def report(
+    watched: Sequence[Watched], found: Sequence[Any], arguments: Arguments, of: str
+) -> Report:
     """From what a `Watch` has made of each site, and a function for the ranges of arguments."""
     positions = sorted({site.place[0] for site in watched})
     results = dict(zip(positions, found, strict=True))
     runs = {site.place: _Runs(site, results[site.place[0]]) for site in watched}
     when = lambda run: (run[0].time[run[1]], run[0].lane[run[1]].tolist())
     firsts = []
-    for kind in ("sow", "cotangent"):
+    for kind in get_args(Kind):
         rows = [(r, row) for r in runs.values() if r.site.kind == kind for row in r.found]
         firsts += [min(rows, key=when)] if rows else []
     firsts.sort(key=when)
-    return Report([_fault(run, row, runs, arguments) for run, row in firsts], len(found))
+    return Report([_fault(run, row, runs, arguments) for run, row in firsts], len(found), of)
 
 
 class _Runs:
@@ -72,7 +78,8 @@ def _table(site: Watched, row: Any) -> tuple[Any, Any, dict[str, Any]]:
     index = np.zeros((len(cells), len(known)), int)
     index[:, known] = cells[:, : known.sum()]
     index[:, ~known] = folded[:, : (~known).sum()]
-    return index, cells[:, known.sum() :], {n: row[n][ran] for n in ("low", "high", "nan", "inf")}
+    noted = {name: row[name][ran] for name in row.keys() - {"ran", "variant", "index"}}
+    return index, cells[:, known.sum() :], noted
 
 
 def _column(part: int | LoopIndex, steps: Iterator[Any], count: int) -> Any:
@@ -105,11 +112,21 @@ def _fault(runs: _Runs, row: int, others: Mapping[Place, _Runs], arguments: Argu
         site.kind,
         site.source,
         tuple(index),
-        tuple(lane[:batch]),
+        () if site.primitive else tuple(lane[:batch]),  # those of a loop that a `vmap` batched
         _shard(lane[batch:], site.mesh),
         runs.range(row),
         tuple(value for value in inputs if value.low <= value.high or value.nan or value.inf),
+        site.primitive,
+        _element(site.shapes, int(runs.stats["element"][row])) if site.primitive else (),
     )
+
+
+def _element(shapes: Sequence[tuple[int, ...]], count: int) -> tuple[int, ...]:
+    """The index in an output, from one that counts through all of them."""
+    shape, *others = shapes
+    if others and count >= math.prod(shape):
+        return _element(others, count - math.prod(shape))
+    return tuple(int(i) for i in np.unravel_index(count, shape))
 
 
 def _shard(indices: Sequence[int], mesh: Sequence[dict[str, int]]) -> dict[str, int]:

@@ -21,6 +21,7 @@ from ._batching import Axis
 from ._errors import warn
 from ._hi_axes import tangent_from_front, tangent_to_front
 from ._hi_types import HiAxis
+from ._numbers import Number
 from ._structure import Structure
 
 
@@ -49,11 +50,18 @@ class Label:
     """What a marker says about the value it marks."""
 
     name: str
-    kind: Literal["sow", "cotangent"]
+    kind: Literal["sow", "cotangent", "equation"]  # the last for `debug.nonfinite` only
     structure: Structure
     source: str  # the user's file and line
     spec: Any = None
     log: bool = False
+    number: Number | None = None  # of an equation, among those of its name
+    primitive: str | None = None  # of an equation
+
+    @property
+    def sow(self) -> tuple[Any, ...]:
+        """What tells a `sow` apart from others."""
+        return self.name, self.source, self.number
 
 
 # For each leaf, the axis that each `vmap` added (None if that one left it unbatched).

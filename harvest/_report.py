@@ -24,14 +24,14 @@ class Range:
     **Arguments:**
 
     - `name`: the key of a site, or where it is among the arguments: `args[0]['w']`.
-    - `kind`: `"sow"`, `"cotangent"` or `"argument"`.
+    - `kind`: `"sow"`, `"cotangent"`, `"equation"` or `"argument"`.
     - `low`, `high`: the least and the largest of its finite values (absolute values, if it is
         complex; those of its integers, if it has nothing else); infinite if there are none.
     - `nan`, `inf`: whether it had NaNs, or infinities.
     """
 
     name: str
-    kind: Literal["sow", "cotangent", "argument"]
+    kind: Literal["sow", "cotangent", "equation", "argument"]
     low: float
     high: float
     nan: bool
@@ -45,7 +45,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """The first site that holds a NaN, as [`harvest.debug.nonfinite`][] reports it.
+    """The first site (or equation) that holds a NaN, as [`harvest.debug.nonfinite`][] reports it.
 
     !!! Example
 
@@ -65,7 +65,8 @@ class Fault:
 
     **Arguments:**
 
-    - `key`, `kind`, `source`: as of its [`harvest.Site`][].
+    - `key`, `kind`, `source`: as of its [`harvest.Site`][]. Of an equation, `kind` is `"equation"`,
+        and the key is that which [`harvest.sow_eqns`][] sows it by: `reap(sow_eqns(fn), key)`.
     - `index`: the iteration of the loops around it, outermost first.
     - `lane`: which example of the batches that `vmap` made.
     - `shard`: in a `shard_map`, the place on the mesh, if shards differ: an index by mesh axis.
@@ -73,6 +74,10 @@ class Fault:
     - `inputs`: those of the nearest arguments and watched sites that it is computed from: in that
         iteration and example, or the last one in which they ran, or all those that it is computed
         from. (Of a `while_loop`, only the last iteration is known, and the one before.)
+    - `primitive`: of an equation; None for a site.
+    - `element`: of an equation, the index of the first such number in its output (in the first of
+        its outputs that has any). In it are the axes of a `jax.vmap` inside of `fn`, which are axes
+        like any others to an equation: `lane` is empty.
     """
 
     key: str
@@ -83,12 +88,16 @@ class Fault:
     shard: dict[str, int]
     value: Range
     inputs: tuple[Range, ...]
+    primitive: str | None = None
+    element: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         where = [f"iteration {_listed(self.index)}"] if self.index else []
         where += [f"example {_listed(self.lane)}"] if self.lane else []
         where += [f"shard {name}={index}" for name, index in self.shard.items()]
-        lines = [", ".join([f"{_of(self.kind)}{self.key!r}", *where, f"sown at {self.source}"])]
+        where += [f"element {_listed(self.element)}"] if self.element else []
+        where += [f"sown at {self.source}" if self.primitive is None else f"at {self.source}"]
+        lines = [", ".join([f"{_of(self.kind)}{self.key!r}", *where])]
         lines += [f"    {self.value}"]
         lines += [f"    from {value}" for value in self.inputs]
         return "\n".join(lines)
@@ -117,21 +126,22 @@ class Report(tuple[Fault, ...]):
         ```
 
     A tuple of [`harvest.debug.Fault`][]s: the first among sown values, and the first among
-    cotangents, in the order in which they happened.
+    cotangents, in the order in which they happened. Or the first equation.
     """
 
     watched: int
+    of: str  # what was watched
 
-    def __new__(cls, faults: Iterable[Fault], watched: int) -> "Report":
+    def __new__(cls, faults: Iterable[Fault], watched: int, of: str = "site") -> "Report":
         self = super().__new__(cls, faults)
-        self.watched = watched
+        self.watched, self.of = watched, of
         return self
 
     def __getnewargs__(self) -> tuple[Any, ...]:  # to be copied and pickled
-        return tuple(self), self.watched
+        return tuple(self), self.watched, self.of
 
     def __repr__(self) -> str:
-        sites = f"{self.watched} site{'' if self.watched == 1 else 's'}"
+        sites = f"{self.watched} {self.of}{'' if self.watched == 1 else 's'}"
         if not self:
             return f"nothing is wrong at {sites}"
         return "\n".join([f"of {sites}, the first that is not finite:", *map(str, self)])

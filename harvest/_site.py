@@ -12,7 +12,6 @@ from ._batching import batch_sizes
 from ._entry import Entry
 from ._errors import UnknownSiteError, nearest
 from ._footprint import is_split, nbytes_of, nbytes_per_device, sharding_of
-from ._scopes import components
 from ._structure import HOLE
 
 
@@ -60,7 +59,7 @@ class Site:
     **Arguments:**
 
     - `key`: scope and name, joined by `/`.
-    - `name`: as given to `sow`.
+    - `name`: as given to `sow`; of an equation, its number.
     - `scope`: the scopes around it, joined by `/`; empty outside any.
     - `occurrence`: how many sites of the same key came before.
     - `kind`: `"sow"`, or `"cotangent"` for one made by `perturb`.
@@ -83,7 +82,7 @@ class Site:
     name: str
     scope: str
     occurrence: int
-    kind: Literal["sow", "cotangent"]
+    kind: Literal["sow", "cotangent", "equation"]
     aval: Any
     axes: tuple[Axis, ...]
     branch: tuple[int, ...] | None
@@ -104,10 +103,11 @@ def site_of(entry: Entry, occurrence: int) -> Site:
         *(Axis("batch", size) for size in _batch(entry)),
         *_mesh_axes(entry),
     )
+    scope, _, name = entry.key.rpartition("/")
     return Site(
         key=entry.key,
-        name=label.name,
-        scope="/".join(components(entry.scope)),
+        name=name,
+        scope=scope,
         occurrence=occurrence,
         kind=label.kind,
         aval=label.structure.unflatten(avals),

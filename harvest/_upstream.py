@@ -143,7 +143,7 @@ class Upstream:
             if isinstance(marker, Mark):
                 if self._variants[here[0]]:
                     itself = self._mark(here[0], marker, into, (*path, number))
-                    above.update((v, itself) for v in eqn.invars if isinstance(v, Var))
+                    above.update((v, itself) for v in _own(eqn, marker) if isinstance(v, Var))
             elif span or (any(into) and rule_for(eqn) is not None):
                 outs = self._enter(eqn, here, into, (*path, number))
             above.update(zip(eqn.outvars, outs, strict=True))
@@ -220,6 +220,12 @@ class Upstream:
             for number, jaxpr in enumerate(jaxprs):
                 here = {row[number]: i for row, i in zip(rows, ids, strict=True)}
                 yield jaxpr, [here[position] for position in range(len(entries[number]))]
+
+
+def _own(eqn: JaxprEqn, marker: Mark) -> Sequence[Any]:
+    """What a `Mark` is about; of an equation the outputs, which it has beside its inputs."""
+    label = marker.label
+    return label.structure.unflatten(eqn.invars)[0] if label.kind == "equation" else eqn.invars
 
 
 class _Loop(NamedTuple):

@@ -54,6 +54,9 @@ class Walk:
             entries = [e.block(_compat.primitive_name(eqn)) for e in inside]
         if _compat.is_recomputed(eqn):
             entries = [dataclasses.replace(entry, again=True) for entry in entries]
+        if not all(entry.source for entry in entries):
+            source = _compat.source_of(eqn.source_info)
+            entries = [e if e.source else dataclasses.replace(e, called_at=source) for e in entries]
         return [entry.scoped(scope) for entry in entries]
 
     def jaxprs(self, eqn: JaxprEqn) -> list[Jaxpr]:

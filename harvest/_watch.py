@@ -34,15 +34,21 @@ class Watch(Fold):
 
     def init(self, aval):
         ran = jnp.asarray(False)
-        row = {"ran": ran, **self._place(()), **stats_of(())}
+        row = {"ran": ran, **self._place(()), **self._row(())}
         return {"found": ran, "rows": [row] * (2 if self.loops else 1)}
 
     def update(self, state, value, index):
-        stats = stats_of(value)
-        row = {"ran": jnp.asarray(True), **self._place(index), **stats}
+        row = {"ran": jnp.asarray(True), **self._place(index), **self._row(value)}
         rows = [row, *state["rows"]][: len(state["rows"])]
-        new = {"found": stats["nan"] | (stats["inf"] & self.infinities), "rows": rows}
+        new = {"found": self._is_found(value, row), "rows": rows}
         return jax.tree.map(lambda old, new: jnp.where(state["found"], old, new), state, new)
+
+    def _row(self, value):
+        """What is noted of a value in each iteration."""
+        return stats_of(value)
+
+    def _is_found(self, value, row):
+        return row["nan"] | (row["inf"] & self.infinities)
 
     def _place(self, index):
         steps = jnp.asarray(index, int).reshape(-1)
@@ -50,6 +56,24 @@ class Watch(Fold):
             "variant": jnp.asarray(self.variant),
             "index": jnp.pad(steps, (0, self.loops - steps.size)),
         }
+
+
+class WatchEquation(Watch):
+    """Of an equation, which is sown as its outputs and inputs: those are bad, and these are not."""
+
+    def _row(self, value):
+        outs = value[0] if value else ()
+        first = jnp.asarray(0)  # bad element, counted through all outputs
+        for out in reversed(outs):
+            bad = self._is_bad(out).ravel()
+            first = jnp.where(jnp.any(bad), jnp.argmax(bad), first + bad.size)
+        return {**stats_of(outs), "element": first}
+
+    def _is_found(self, value, row):
+        return super()._is_found(value, row) & ~super()._is_found(value, stats_of(value[1]))
+
+    def _is_bad(self, leaf):
+        return jnp.isnan(leaf) | (jnp.isinf(leaf) & self.infinities)
 
 
 class Noted(Folded):

@@ -114,6 +114,5 @@ def _read_here(inside):
     read, left = set(), set()
     for entry, action in zip(inside.entries, inside.actions, strict=True):
         if entry.readable:
-            sow = (entry.marker.label.name, entry.source)
-            (read if isinstance(action, Reading) else left).add(sow)
+            (read if isinstance(action, Reading) else left).add(entry.marker.label.sow)
     return frozenset(read - left)
