@@ -1,4 +1,4 @@
-"""What a function takes and returns is sown, inside of a structure to be rebuilt for it."""
+"""What a function takes and returns, and equations inside of it, are sown in all structures."""
 
 import json
 from collections.abc import Callable
@@ -9,15 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Literal
 
-from harvest import capture, plant, sow
+from harvest import Equation, capture, plant, sow, sow_eqns
 
 from .arguments import CANDIDATES, Call, bound
 from .calls import ARGUMENTS, EXCLUDED, of_libraries
 from .functions import functions
 from .generate import TABLE
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of theirs
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",  # of theirs
+    "ignore:.* changes nothing",  # equations of theirs whose results nothing uses
+)
 LENGTH = 2  # of loops and of batches
 
 
@@ -111,18 +115,58 @@ def same(got: Any, wanted: Any, axes: tuple[bool, ...] = ()) -> None:
         np.testing.assert_allclose(a, np.broadcast_to(b, a.shape), rtol=2e-4, atol=2e-5)
 
 
+class Equations(NamedTuple):
+    """Those of one primitive in a program, not inside of others, and what they return."""
+
+    primitive: str
+    values: list[tuple[Any, ...]]
+
+    def chosen(self, eqn: Equation) -> bool:
+        return eqn.primitive == self.primitive and not eqn.inside
+
+
+def halfway(fn: Callable, arrays: Any) -> Equations:
+    """Equations of the primitive that comes in the middle."""
+    closed = jax.make_jaxpr(fn)(*arrays)
+    names = [eqn.primitive.name for eqn in closed.jaxpr.eqns]
+    if not names:  # it returns what it is given
+        return Equations("none", [])
+    chosen = names[len(names) // 2]
+
+    @jax.jit
+    def values(*arrays):
+        known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        known |= dict(zip(closed.jaxpr.invars, arrays, strict=True))
+        found = []
+        for eqn in closed.jaxpr.eqns:
+            invals = [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
+            outs = eqn.primitive.bind(*invals, **eqn.primitive.get_bind_params(eqn.params))
+            outs = outs if eqn.primitive.multiple_results else [outs]
+            known |= dict(zip(eqn.outvars, outs, strict=True))
+            if eqn.primitive.name == chosen:
+                found.append(tuple(outs))
+        return found
+
+    return Equations(chosen, values(*arrays))
+
+
 def check(call: Call, structure: Structure) -> None:
     fn, arrays = call
-    outs = jax.jit(fn)(*arrays)
-    sown = lambda *arrays: sow(fn(*sow(arrays, name="in")), name="out")
+    outs, equations = jax.jit(fn)(*arrays), halfway(fn, arrays)
+    inner = sow_eqns(fn, equations.chosen, "eqn") if equations.values else fn
+    sown = lambda *arrays: sow(inner(*sow(arrays, name="in")), name="out")
     f, plain = structure.around(sown), structure.around(fn)
     gradient, (wanted, _) = with_gradient(lambda *arrays: (plain(*arrays), None), arrays)
     found, (out, collected) = with_gradient(capture(f), arrays)
     same(out, wanted)
     same(found, gradient)
-    assert {key: len(values) for key, values in collected.items()} == {"in": 1, "out": 1}
+    keys = ["in", *(f"eqn/{number}" for number in range(len(equations.values))), "out"]
+    assert {key: len(values) for key, values in collected.items()} == dict.fromkeys(keys, 1)
     same(collected["in"][0], arrays, structure.axes)
     same(collected["out"][0], outs, structure.axes)
+    for number, values in enumerate(equations.values):
+        (found,) = collected[f"eqn/{number}"]
+        same(found if isinstance(found, tuple) else (found,), values, structure.axes)
     same(plant(f, {key: value for key, (value,) in collected.items()})(*arrays), wanted)
     text = str(jax.make_jaxpr(capture(f))(*arrays))
     assert all(f" {name}[" in text for name in structure.primitives)
