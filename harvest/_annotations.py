@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import types
 from typing import Any, TypeAliasType, Union, get_args, get_origin, no_type_check
 
@@ -65,6 +66,8 @@ def why_not(x: Any, annotation: Any) -> str:
     """Why `x` is no instance of an annotation; empty if it is one."""
     if is_instance(x, annotation):
         return ""
+    if isinstance(annotation, TypeAliasType):
+        return why_not(x, annotation.__value__)
     if is_union(annotation):
         reasons = (why_not(x, arm) for arm in get_args(annotation))
         return "; ".join(dict.fromkeys(reasons))
@@ -95,4 +98,5 @@ def name_of(annotation: Any) -> str:
 
 
 def first_line(error: AnnotationError) -> str:
-    return str(error).partition("\n")[0].partition(". ")[0]
+    """What an error says first: its first sentence, if that is shorter than its first line."""
+    return re.split(r"(?<!e\.g)\. ", str(error).partition("\n")[0])[0]

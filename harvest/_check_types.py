@@ -23,7 +23,7 @@ from ._errors import SelectError, SiteTypeError
 from ._interpreter import Replay
 from ._observed import StandIn, leaves_of
 from ._plan import resolve
-from ._select import check_found, check_select, is_static, matches
+from ._select import check_chosen, check_found, check_select, is_static, matches
 from ._site import Site, site_of
 from ._stage import Transformed, trace_afresh
 from ._types import short
@@ -103,7 +103,7 @@ class CheckTypes(Transformed):
             return self
         program = trace("check_types", self.fn, args, kwargs)
         entries = program.walk.entries(program.jaxpr)
-        select = tuple(resolve(s, entries, True, "check_types") for s in self.select)
+        select = tuple(resolve(s, entries, True, "check_types", needed=True) for s in self.select)
         return self._with(select=select)
 
     def _inline(self, args, kwargs, trace):
@@ -124,12 +124,17 @@ class CheckTypes(Transformed):
         rows = list(numbered(entries, readable=True))
         keys = {site.key: site.source for _, _, site in rows}
         check_found(self.select, keys, "check_types")
-        for _, entry, site in rows:
-            for select, annotation in zip(self.select, self.annotations, strict=True):
-                if matches(select, site, keys):
-                    # In the branches of a `cond` it may be of several types.
-                    for inner, _ in entry.innermost():
-                        yield Row(site.key, site_of(inner, site.occurrence), annotation)
+        wanted: list[list[Any]] = [[] for _ in rows]  # the annotations of each site
+        for select, annotation in zip(self.select, self.annotations, strict=True):
+            mine = [n for n, (_, _, site) in enumerate(rows) if matches(select, site, keys)]
+            check_chosen(select, mine, keys, "check_types")
+            for n in mine:
+                wanted[n].append(annotation)
+        for (_, entry, site), annotations in zip(rows, wanted, strict=True):
+            for annotation in annotations:
+                # In the branches of a `cond` it may be of several types.
+                for inner, _ in entry.innermost():
+                    yield Row(site.key, site_of(inner, site.occurrence), annotation)
 
 
 class Row(NamedTuple):

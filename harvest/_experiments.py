@@ -68,7 +68,7 @@ class Experiments(Transformed):
             return self
         program = trace(self._what, self.fn, args, kwargs, planting=True)
         entries = program.walk.entries(program.jaxpr)
-        select, *keys = resolve_keys(entries, (self.select, *self.edit_keys))
+        select, *keys = resolve_keys(entries, (self.select, *self.edit_keys), self._what)
         return self._with(select=select, edit_keys=tuple(keys))
 
     def _finish(self, value):

@@ -1,5 +1,6 @@
 """`filter_shard_map`: Equinox modules in a `shard_map`."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence, Set
@@ -17,14 +18,14 @@ from ._mapped_specs import (
     Specs,
     annotations_of,
     arrays_in,
-    check_globs,
+    check_used,
     signature_of,
     spec_of,
     specs_in,
 )
 from ._observed import partitions_of
 from ._stage import pack
-from ._structure import Structure, is_held
+from ._structure import Bound, Structure, is_held
 
 
 def filter_shard_map(
@@ -68,8 +69,9 @@ def filter_shard_map(
     - `mesh`: as for `jax.shard_map`: a mesh, or None for the one that is set.
     - `in_specs`: what each array is split by: a `jax.sharding.PartitionSpec` for all arguments; or
         a pytree of them that is a prefix of the tuple of positional arguments; or a mapping from
-        predicates ([`harvest.by_key`][] and the like, annotations, any filter function) to specs,
-        for all arrays, those of `fn` too. Of a mapping, the first that holds counts, and `...`
+        predicates ([`harvest.by_key`][] and the like, globs, annotations, any filter function) to
+        specs, for all arrays, those of `fn` too: of a module or a `functools.partial`, not those
+        that a function closes over. Of a mapping, the first that holds counts, and `...`
         stands for what is left. Paths are those in one argument. A mapping may also be a leaf of
         the prefix; and None leaves it to annotations.
     - `out_specs`: likewise, of the result. Predicates see the shards.
@@ -84,11 +86,14 @@ def filter_shard_map(
 
     **Raises:**
 
-    - [`harvest.ShardingError`][]: a spec is missing, is none, or does not fit.
+    - [`harvest.ShardingError`][]: a spec is missing, is none, or does not fit; or a mapping has one
+        for what holds for no array.
     - [`harvest.UnknownSiteError`][]: a `by_key` matches no array.
     """
     if not callable(fn):
         raise ShardingError(f"`filter_shard_map` got a `{type(fn).__name__}`; wanted a callable")
+    if isinstance(fn, functools.partial):
+        fn = Bound.of(fn)  # whose arguments are arrays of it
     given = Specs.of(in_specs), Specs.of(out_specs)
     mapped = ShardMapped(fn, mesh, *given, frozenset(axis_names), check_vma)
     return eqx.module_update_wrapper(mapped)
@@ -154,7 +159,7 @@ class ShardMapped(eqx.Module):
         for name, annotation in zip(names, of_kwargs, strict=True):
             arrays += arrays_in(kwargs[name], f"kwargs[{name!r}]", annotation)
         given += [whole] * (len(arrays) - len(given))
-        check_globs(self.in_specs, arrays, "in_specs")
+        check_used(self.in_specs, given, arrays, "in_specs")
         specs = []
         for number, (array, prefix) in enumerate(zip(arrays, given, strict=True)):
             spec = spec_of(prefix, array)
@@ -167,8 +172,9 @@ class ShardMapped(eqx.Module):
     def _of_results(self, placed: "Placed", annotation: Any, result: Any) -> list[Any]:
         """The specs of the arrays of the result, which are shards."""
         arrays = arrays_in(result, "result", annotation)
-        check_globs(self.out_specs, arrays, "out_specs")
-        pairs = zip(self.out_specs.over(result, "out_specs"), arrays, strict=True)
+        given = self.out_specs.over(result, "out_specs")
+        check_used(self.out_specs, given, arrays, "out_specs")
+        pairs = zip(given, arrays, strict=True)
         specs = [placed.checked(spec_of(*pair), pair[1], "out_specs") for pair in pairs]
         for array, spec in zip(arrays, specs, strict=True):
             varying = _compat.varying(jax.typeof(array.value)) & placed.axes

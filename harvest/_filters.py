@@ -102,7 +102,7 @@ def has_spec(spec: PartitionSpec) -> Predicate:
     return _HasSpec(spec)
 
 
-def is_varying(*axes: str) -> Predicate:
+def is_varying(*axes: Any) -> Predicate:
     """Holds for arrays that are split over mesh axes.
 
     Inside a `shard_map`, for shards that vary over them.
@@ -133,7 +133,17 @@ def is_varying(*axes: str) -> Predicate:
     **Returns:**
 
     A [`harvest.Predicate`][]. It does not hold where nothing is known; see [`harvest.has_spec`][].
+
+    **Raises:**
+
+    - [`harvest.SelectError`][]: an axis is no string.
     """
+    for axis in axes:
+        if not isinstance(axis, str):
+            raise SelectError(
+                f"`is_varying` got {axis!r} of type `{type(axis).__name__}`; wanted names of mesh "
+                "axes: it returns a predicate, and is none itself"
+            )
     return _IsVarying(axes)
 
 

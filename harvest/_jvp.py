@@ -100,7 +100,7 @@ class Jvp(Transformed):
         program = trace("jvp", self.fn, args, kwargs, planting=True)
         entries = program.walk.entries(program.jaxpr)
         return self._with(
-            keys=tuple(resolve(key, entries, False, "jvp") for key in self.keys),
+            keys=tuple(resolve(key, entries, False, "jvp", needed=True) for key in self.keys),
             select=tuple(resolve(s, entries, True, "jvp") for s in self.select),
         )
 

@@ -1,6 +1,7 @@
 """Which `PartitionSpec` each array gets: by prefixes, predicates, and `Sharded` annotations."""
 
 import dataclasses
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,11 +14,13 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from . import _types
 from ._annotations import is_annotation, is_sharded, is_union
+from ._cache import name_of
 from ._errors import ShardingError
+from ._filters import by_key, has_type
 from ._globs import check_glob
 from ._observed import observe
-from ._predicate import Predicate, Subject, as_predicate, key_of
-from ._structure import is_held
+from ._predicate import Predicate, Subject, key_of
+from ._structure import Bound, is_held
 
 
 class Array(NamedTuple):
@@ -51,17 +54,31 @@ class Rules:
 
     @staticmethod
     def of(rules: Mapping[Any, Any]) -> "Rules":
-        pairs = [(k, v) for k, v in rules.items() if k is not ...]
-        checked = tuple((as_predicate(k) if is_annotation(k) else k, _checked(v)) for k, v in pairs)
-        return Rules(checked, _checked(rules.get(...)))
+        pairs = tuple((_key(k), _checked(v)) for k, v in rules.items() if k is not ...)
+        return Rules(pairs, _checked(rules.get(...)))
 
     def spec(self, array: Array) -> Any:
-        leaf = array.value
-        subject = Subject(leaf, observe(leaf), leaf, key_of(array.path))
-        for key, spec in self.pairs:
-            if key.holds(subject) if isinstance(key, Predicate) else key(leaf):
-                return spec
-        return self.default
+        return next((spec for key, spec in self.pairs if _holds(key, array)), self.default)
+
+
+def _key(key: Any) -> Any:
+    if isinstance(key, str):
+        return by_key(key)
+    if is_annotation(key) or isinstance(key, type):
+        return has_type(key)
+    if callable(key):
+        return key
+    raise ShardingError(
+        f"got {key!r} of type `{type(key).__name__}` as what a spec is for; wanted a predicate, a "
+        "jaxtyping annotation, a glob on paths, or `...` for the rest"
+    )
+
+
+def _holds(key: Any, array: Array) -> bool:
+    leaf = array.value
+    if not isinstance(key, Predicate):
+        return bool(key(leaf))
+    return key.holds(Subject(leaf, observe(leaf), leaf, key_of(array.path)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +120,23 @@ class Specs:
         return [spec for spec, leaf in pairs if is_held(leaf)]
 
 
-def check_globs(specs: Specs, arrays: Sequence[Array], what: str) -> None:
-    """Raise an `UnknownSiteError` for a `by_key` that matches no array."""
-    keys = {key_of(array.path): None for array in arrays}
-    rules = [leaf for leaf in specs.leaves if isinstance(leaf, Rules)]
-    for key in [key for rule in rules for key, _ in rule.pairs if isinstance(key, Predicate)]:
-        for pattern in key.globs:
-            check_glob(pattern, keys, what, "array")
+def check_used(specs: Specs, given: Sequence[Any], arrays: Sequence[Array], what: str) -> None:
+    """Raise for what a mapping has a spec for, if it is none of the arrays that it is given for."""
+    for rules in [leaf for leaf in specs.leaves if isinstance(leaf, Rules)]:
+        mine = [array for one, array in zip(given, arrays, strict=True) if one is rules]
+        keys = {key_of(array.path): None for array in mine}
+        for key, _ in rules.pairs:
+            for pattern in key.globs if isinstance(key, Predicate) else ():
+                check_glob(pattern, keys, what, "array")
+            if not any(_holds(key, array) for array in mine):
+                named = repr(key) if isinstance(key, Predicate) else name_of(key)
+                there = ", ".join(array.describe() for array in mine) or "none"
+                raise ShardingError(
+                    f"`{what}` has a spec for `{named}`, which holds for no array; there are "
+                    f"{there}. (Those that a function closes over cannot be seen, as in "
+                    "`jax.vmap(module)` and in a lambda: give it the module, "
+                    "`equinox.filter_vmap(module)`, or a `functools.partial`)"
+                )
 
 
 def spec_of(given: Any, array: Array) -> Any:
@@ -120,6 +147,8 @@ def spec_of(given: Any, array: Array) -> Any:
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
     """The signature of a function, with annotations, not their text; empty if there is none."""
+    if isinstance(fn, Bound):
+        fn = functools.partial(fn.func, *fn.args, **fn.keywords)
     try:
         return inspect.signature(fn, eval_str=True)
     except (TypeError, ValueError, NameError):

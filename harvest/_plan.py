@@ -10,7 +10,7 @@ from ._fit import Mode
 from ._interpreter import Actions
 from ._reading import Reading
 from ._reducers import reading_of
-from ._select import Chosen, check_found, is_static, matches
+from ._select import Chosen, check_chosen, check_found, is_static, matches
 from ._site import Sites
 
 
@@ -28,22 +28,29 @@ def sites_of(entries: Sequence[Entry]) -> Sites:
     return Sites([site for _, _, site in numbered(entries, readable=True)])
 
 
-def resolve(select: Any, entries: Sequence[Entry], readable: bool, what: str) -> Chosen:
+def resolve(
+    select: Any, entries: Sequence[Entry], readable: bool, what: str, needed: bool = False
+) -> Chosen:
     """What `select` chooses in a program, without the user's function that chose it."""
     table = [site for _, _, site in numbered(entries, readable)]
     keys = {site.key: site.source for site in table}
     check_found(select, keys, what)
-    return Chosen((site.key, site.occurrence) for site in table if matches(select, site, keys))
+    chosen = Chosen((site.key, site.occurrence) for site in table if matches(select, site, keys))
+    if needed:
+        check_chosen(select, chosen, keys, what)
+    return chosen
 
 
-def resolve_keys(entries: Sequence[Entry], keys: Sequence[Any]) -> Iterator[Any]:
+def resolve_keys(
+    entries: Sequence[Entry], keys: Sequence[Any], what: str = "plants"
+) -> Iterator[Any]:
     """The keys of `plants`, with what depends on a user's function resolved."""
     rows = list(numbered(entries, readable=False))
     sown = list(numbered(entries, readable=True))
     for key in keys:
         if not is_static(key):
             check_plantable(key, rows, sown)
-            key = resolve(key, entries, False, "plants")
+            key = resolve(key, entries, False, what, needed=True)
         yield key
 
 

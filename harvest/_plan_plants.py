@@ -22,7 +22,7 @@ from ._errors import PlantError
 from ._fit import Mode, prepared
 from ._fold import Fold
 from ._plan import Plan
-from ._select import check_found, matches
+from ._select import check_chosen, check_found, matches
 
 
 def plan_plants(
@@ -51,6 +51,7 @@ def plan_plants(
                 "the `select` of `reap` and `capture`"
             )
         mine = [row for row in rows if matches(select, row[2], keys)]
+        check_chosen(select, mine, keys, argument)
         if _is_value(plant, mine):
             plant = Replace(plant)
         for position, entry, _ in mine:

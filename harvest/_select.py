@@ -1,10 +1,12 @@
 """Which sites a transform is about: globs, predicates, and sequences of these."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import FunctionType, GenericAlias
 from typing import Any
 
 from ._annotations import is_annotation
-from ._errors import SelectError
+from ._cache import name_of
+from ._errors import SelectError, UnknownSiteError, nearest
 from ._filters import has_type
 from ._globs import check_glob, glob
 from ._predicate import Predicate
@@ -25,7 +27,7 @@ def check_select(select: Any, what: str = "select") -> Any:
     """`select` itself, with sequences as tuples; a `SelectError` if it is something else."""
     if is_annotation(select):
         return has_type(select)
-    is_predicate = callable(select) and not isinstance(select, type)
+    is_predicate = callable(select) and not isinstance(select, type | GenericAlias)
     if select is None or isinstance(select, str) or is_predicate:
         return select
     if isinstance(select, Sequence | set | frozenset):
@@ -72,3 +74,13 @@ def check_found(select: Any, keys: Mapping[str, str], what: str) -> None:
     globs = select.globs if isinstance(select, Predicate) else ()
     for pattern in (select,) if isinstance(select, str) else globs:
         check_glob(pattern, keys, what)
+
+
+def check_chosen(select: Any, chosen: Collection[Any], keys: Mapping[str, str], what: str) -> None:
+    """Raise an `UnknownSiteError` for a predicate that chose nothing, where it is to do something.
+
+    To collect nothing is no mistake.
+    """
+    if not chosen and not is_static(select):
+        named = name_of(select) if isinstance(select, FunctionType) else repr(select)
+        raise UnknownSiteError(f"`{what}`: `{named}` holds for no site; {nearest('', keys)}")

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import GetAttrKey
 
 from . import _compat
 
@@ -138,7 +139,7 @@ def same_static(a: Any, b: Any) -> bool:
         return False
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_pytree_with_keys_class
 class Bound:
     """A partial whose function is a leaf, so that a cache need not keep it alive."""
 
@@ -158,8 +159,9 @@ class Bound:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.func(*self.args, *args, **{**self.keywords, **kwargs})
 
-    def tree_flatten(self):
-        return (self.func, self.args, self.keywords), None
+    def tree_flatten_with_keys(self):
+        children = ((GetAttrKey(n), getattr(self, n)) for n in ("func", "args", "keywords"))
+        return tuple(children), None
 
     @classmethod
     def tree_unflatten(cls, _, children):

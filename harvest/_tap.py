@@ -143,7 +143,8 @@ def _called(model: Tapped, method: str | None, args: Any, kwargs: Any) -> Any:
         try:
             out = (run if method is None else getattr(run, method))(*args, **kwargs)
         except Exception as error:
-            if "harvest.tap" in str(error) or "harvest._tapped" in str(error):
+            ours = "harvest.tap" in str(error) or "harvest._tapped" in str(error)
+            if ours and isinstance(error, ValueError | TypeError) and "pytree" in str(error):
                 error.add_note(
                     "harvest: while a tapped model runs, the parts that are chosen are of types of "
                     "their own, and have their paths in their structure, so that they cannot be "

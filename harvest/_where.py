@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr
 from . import _compat
 from ._equation import Equation, Node, Reader
 from ._errors import SelectError, UnknownSiteError, UnsupportedError, nearest
-from ._select import glob
+from ._globs import glob
 
 # What a shorthand may begin with.
 KINDS = ("primitive", "jit", "checkpoint_name", "scope")

@@ -1,5 +1,7 @@
 """`filter_shard_map`: Equinox modules on a mesh are the same as on one device."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -264,9 +266,18 @@ WRONG = {
     "spec": (lambda: mapped(jnp.sin, "data"), "got 'data' of type `str` as a spec; wanted"),
     "item of a mapping": (lambda: mapped(jnp.sin, {...: "data"}), "got 'data' of type `str`"),
     "missing": (
-        lambda: mapped(lambda x: x, {Int[Array, "..."]: P()})(X),
+        lambda: mapped(lambda x, n: x, {Int[Array, "..."]: P()})(X, jnp.arange(8)),
         r"`in_specs` says no spec for `args\[0\]`, f32\[8,4\]: .*`\.\.\.: P\(\)`",
     ),
+    "a rule for nothing": (
+        lambda: mapped(lambda x: x, {Int[Array, "..."]: P(), ...: P()})(X),
+        r"spec for `has_type\(Int\[Array, '\.\.\.'\]\)`, which holds for no array; .*`args\[0\]`",
+    ),
+    "a module that is closed over": (
+        lambda: mapped(lambda x: model()(x), {Float[Array, "6 3"]: P("data"), ...: P()})(X[0]),
+        r"which holds for no array; .*`jax\.vmap\(module\)`",
+    ),
+    "a number": (lambda: mapped(lambda x: x, {3: P(), ...: P()})(X), "got 3 of type `int` as what"),
     "missing in a module": (
         lambda: mapped(lambda m: m, {by_key("up/*"): P()})(model()),
         r"no spec for `args\[0\].down.weight`, f32\[3,6\]",
@@ -303,6 +314,15 @@ def test_wrong_specs(name, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as without the import hook
     with pytest.raises(ShardingError, match=match):
         call()
+
+
+def test_arrays_of_a_partial_are_seen_and_globs_are_rules():
+    w = np.arange(16, dtype=np.float32).reshape(4, 4)
+    apply = lambda w, x, scale: scale * (x @ w)
+    fn = functools.partial(apply, w, scale=np.float32(2))
+    by_type = {Float[Array, "4 4"]: P(None, "model"), "keywords/*": P(), ...: P()}
+    got = filter_shard_map(fn, mesh_of(AUTO), by_type, P(None, "model"))(X)
+    np.testing.assert_allclose(got, 2 * X @ w, rtol=1e-5)
 
 
 def test_a_glob_that_matches_nothing():

@@ -408,3 +408,12 @@ def test_an_axis_of_size_one_does_not_matter():
     for spec in (P(), P("d"), P(None, "d")):
         x = jax.device_put(jnp.ones((2, 2)), jax.sharding.NamedSharding(mesh, spec))
         assert has_spec(P("d"))(x) and has_spec(PartitionSpec())(x)
+
+
+def test_a_predicate_that_is_not_called():
+    with pytest.raises(SelectError, match=r"`is_varying` got Site.*it returns a predicate"):
+        reap(lambda x: sow(x, name="h"), is_varying)(1.0)
+    with pytest.raises(SelectError, match=r"`is_varying` got P\('d',\)"):
+        is_varying(PartitionSpec("d"))
+    with pytest.raises(SelectError, match="of type `GenericAlias`; wanted"):
+        reap(lambda x: sow(x, name="h"), list[Float[Array, "n"]])

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,6 +60,16 @@ def test_selected_by_edits(name):
     select, keys = SELECTED[name]
     keys = ["l/0/h", "l/0/attn/k", "l/1/h", "end"] if keys is None else keys
     select = tuple(select) if isinstance(select, list) else select
+    if name == "predicate, none":  # to collect nothing is no mistake, to edit nothing is one
+        with pytest.raises(
+            harvest.UnknownSiteError, match=r"`plants`: `.*` holds for no site; there are"
+        ):
+            plant(fn, {select: harvest.zero()})(0.0)
+        with pytest.raises(
+            harvest.UnknownSiteError, match=r"`plants`: `.*` holds for no site; there are"
+        ):
+            jax.jit(plant(fn, {select: harvest.zero()}))(0.0)
+        return
     assert plant(fn, {select: lambda v: v + 100})(0.0) == sum(range(8)) + 100 * len(keys)
 
 
