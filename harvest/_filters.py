@@ -9,6 +9,7 @@ from jaxtyping import AbstractDtype
 from ._annotations import is_annotation, is_union
 from ._errors import SelectError
 from ._globs import glob
+from ._observed import is_definite
 from ._predicate import HasType, Predicate
 from ._types import describe
 
@@ -95,10 +96,14 @@ def has_spec(spec: PartitionSpec) -> Predicate:
 
     **Raises:**
 
-    - [`harvest.SelectError`][]: `spec` is no `PartitionSpec`.
+    - [`harvest.SelectError`][]: `spec` is no `PartitionSpec`, or something in it is unconstrained,
+        reduced or unreduced.
     """
-    if not isinstance(spec, PartitionSpec):
-        raise SelectError(f"`has_spec` got {spec!r}; wanted a `jax.sharding.PartitionSpec`")
+    if not isinstance(spec, PartitionSpec) or not is_definite(spec):
+        raise SelectError(
+            f"`has_spec` got {spec!r}; wanted a `jax.sharding.PartitionSpec`, with nothing that is "
+            "unconstrained or unreduced"
+        )
     return _HasSpec(spec)
 
 

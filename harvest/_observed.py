@@ -140,6 +140,12 @@ def _of_site(shard: Observed, collected: NamedSharding | None, is_stacked: bool)
     return shard._replace(varying=shard.varying or named, assembled=_without(own, frozenset()))
 
 
+def is_definite(spec: PartitionSpec) -> bool:
+    """Whether a spec says for each axis how it is split, and nothing else."""
+    is_free = PartitionSpec.UNCONSTRAINED in spec.partitions
+    return not (is_free or spec.unreduced or spec.reduced)
+
+
 def partitions_of(spec: PartitionSpec) -> Partitions:
     """The mesh axes in each item of a spec. (One that has unreduced axes cannot be iterated.)"""
     return tuple(map(_names, spec.partitions))

@@ -9,16 +9,18 @@ from jaxtyping import AnnotationError
 
 from ._annotations import ShardedType, afresh, binds, is_annotation, is_sharded, name_of, why_not
 from ._errors import ShardingError
-from ._observed import StandIn, observe
+from ._observed import StandIn, is_definite, observe
 
 
 class _MetaSharded(ShardedType):
     def __getitem__(cls, item: Any) -> Any:
         annotation, spec = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
-        if not is_annotation(annotation) or not isinstance(spec, PartitionSpec):
+        is_spec = isinstance(spec, PartitionSpec) and is_definite(spec)
+        if not is_annotation(annotation) or not is_spec:
             raise ShardingError(
                 f"`Sharded` got {item!r}; wanted a jaxtyping annotation and a "
-                "`jax.sharding.PartitionSpec`, as in `Sharded[Float[Array, 'n d'], P('data')]`"
+                "`jax.sharding.PartitionSpec` (with nothing that is unconstrained or unreduced), "
+                "as in `Sharded[Float[Array, 'n d'], P('data')]`"
             )
         name = f"Sharded[{name_of(annotation)}, {spec}]"
         # Of no module, as jaxtyping's: beartype wants one text of a class alone and in a union.

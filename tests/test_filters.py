@@ -27,6 +27,7 @@ from jaxtyping import (
 from harvest import (
     SelectError,
     Sharded,
+    ShardingError,
     UnknownSiteError,
     add,
     by_key,
@@ -417,3 +418,13 @@ def test_a_predicate_that_is_not_called():
         is_varying(PartitionSpec("d"))
     with pytest.raises(SelectError, match="of type `GenericAlias`; wanted"):
         reap(lambda x: sow(x, name="h"), list[Float[Array, "n"]])
+
+
+@pytest.mark.parametrize(
+    "spec", [PartitionSpec(PartitionSpec.UNCONSTRAINED, "d"), PartitionSpec("d", unreduced={"m"})]
+)
+def test_specs_that_leave_something_open(spec):
+    with pytest.raises(SelectError, match=r"`has_spec` got P.*unconstrained or unreduced"):
+        has_spec(spec)
+    with pytest.raises(ShardingError, match=r"`Sharded` got .*unconstrained or unreduced"):
+        Sharded[Float[Array, "n d"], spec]
