@@ -55,6 +55,8 @@ def sow_eqns(
             called as a primitive is, `"scope:add"` is the scope and `"add"` the primitive.
         - `"checkpoint_name:resid"`: what `jax.ad_checkpoint.checkpoint_name` names. May be a glob.
         - A predicate that takes a [`harvest.Equation`][].
+        - A jaxtyping annotation, or a [`harvest.Predicate`][] such as `has_type`: the equations all
+            of whose outputs it holds for.
         - A sequence of these, for all that any of them means.
     - `name`: what they are sown as. By default, what leaves a scope goes by the path of the scope,
         what has a `checkpoint_name` by that, what a jitted function returns by the name of the

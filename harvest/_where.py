@@ -6,12 +6,16 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import Jaxpr
 
 from . import _compat
+from ._annotations import is_annotation
 from ._equation import Equation, Node, Reader
 from ._errors import SelectError, UnknownSiteError, UnsupportedError, nearest
+from ._filters import has_type
 from ._globs import glob
+from ._predicate import Predicate
 
 # What a shorthand may begin with.
 KINDS = ("primitive", "jit", "checkpoint_name", "scope")
@@ -57,6 +61,8 @@ def check_where(where: Any) -> Any:
     """`where` itself, with sequences as tuples; a `SelectError` if it is something else."""
     if where is ...:
         return None
+    if is_annotation(where) or isinstance(where, Predicate):
+        return _of_outputs(where)
     is_predicate = callable(where) and not isinstance(where, type)
     if where is None or (isinstance(where, str) and where) or is_predicate:
         return where
@@ -65,8 +71,36 @@ def check_where(where: Any) -> Any:
     raise SelectError(
         f"`sow_eqns` got `where={where!r}`; wanted the name of a primitive, 'jit:NAME', "
         "'checkpoint_name:NAME', a glob of named scopes, a predicate that takes a "
-        "`harvest.Equation`, a sequence of these, or None for all equations"
+        "`harvest.Equation`, a jaxtyping annotation, a sequence of these, or None for all equations"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outputs:
+    """Whether a predicate over arrays holds for all outputs of an equation."""
+
+    holds: Predicate
+
+    def __call__(self, eqn: Equation) -> bool:
+        return bool(eqn.outputs) and all(map(self._of_type, eqn.outputs))
+
+    def _of_type(self, aval: Any) -> bool:
+        if not _compat.is_array_type(aval):
+            return False
+        return self.holds(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding))
+
+    def __repr__(self) -> str:
+        return repr(self.holds)
+
+
+def _of_outputs(where: Any) -> _Outputs:
+    predicate = has_type(where) if is_annotation(where) else where
+    if predicate.globs:
+        raise SelectError(
+            f"`sow_eqns` got {predicate!r}, which is for keys of sites, and equations have none "
+            "yet; wanted the name of a primitive, 'jit:NAME', or a glob of named scopes"
+        )
+    return _Outputs(predicate)
 
 
 def choose(jaxpr: Jaxpr, where: Any, name: str | None) -> Choices | None:
@@ -139,7 +173,8 @@ def _asked(where: Callable[[Equation], Any], equation: Equation) -> bool:
 
 
 def _raise_unmatched(where: Any, reader: Reader, nodes: Any, every: Sequence[Node]) -> None:
-    what = "the predicate holds for" if callable(where) else f"{where!r} matches"
+    predicate = f"`{where}`" if isinstance(where, _Outputs) else "the predicate"
+    what = f"{predicate} holds for" if callable(where) else f"{where!r} matches"
     fused = []
     for node, inner in reader.closed(nodes):
         match, name = _match(where, [*every, *inner]), node.equation.primitive

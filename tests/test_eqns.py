@@ -14,9 +14,23 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.hijax import HiType
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
 
 import harvest
-from harvest import capture, folds, plant, reap, scope, sites, sow, sow_eqns
+from harvest import (
+    SelectError,
+    UnknownSiteError,
+    by_key,
+    capture,
+    folds,
+    has_type,
+    plant,
+    reap,
+    scope,
+    sites,
+    sow,
+    sow_eqns,
+)
 
 from . import helpers, hi_programs
 from .meshes import MESHES
@@ -696,3 +710,15 @@ def test_the_layers_of_equinox():
     hidden = mlp.layers[0].weight @ X + mlp.layers[0].bias
     close(acts["linear/0"], hidden, rtol=1e-5)
     close(acts["linear/1"], mlp(X), rtol=1e-5)
+
+
+def test_by_the_types_of_outputs():
+    f = lambda x: jnp.sin(x) @ jnp.cos(x)  # a number, of two vectors
+    for where in [Float[Array, "n"], has_type(Float[Array, "n"]), [Float[Array, "n"], "sin"]]:
+        acts = reap(sow_eqns(f, where))(X)
+        assert list(acts) == ["sin/0", "cos/0"]
+        np.testing.assert_allclose(acts["cos/0"], np.cos(X), rtol=1e-6)
+    with pytest.raises(UnknownSiteError, match=r"has_type\(Int\[Array, 'n'\]\)"):
+        sow_eqns(f, Int[Array, "n"])(X)
+    with pytest.raises(SelectError, match=r"`sow_eqns` got by_key\('sin/\*'\), which is for keys"):
+        sow_eqns(f, by_key("sin/*"))
