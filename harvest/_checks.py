@@ -72,10 +72,11 @@ def check_stackable(reading: Reading, entry: Entry, what: str) -> None:
 
 def check_unique(entries: Sequence[Entry], what: str) -> None:
     """Raise if any key is sown more than once."""
-    by_key: dict[str, list[str]] = {}
+    by_key: dict[str, list[Entry]] = {}
     for entry in entries:
-        by_key.setdefault(entry.key, []).append(entry.source)
-    for key, sources in by_key.items():
+        by_key.setdefault(entry.key, []).append(entry)
+    for key, group in by_key.items():
+        sources = [entry.source for entry in group]
         if len(sources) > 1:
             lines = "".join(
                 f"\n    {source}" + (f" ({count} times)" if count > 1 else "")
@@ -85,9 +86,14 @@ def check_unique(entries: Sequence[Entry], what: str) -> None:
             more = f"\n    and {others} more lines" if others > 0 else ""
             in_order = ', or treat them in call order with mode="append"'
             hint = "" if what in ("sweep", "attribute") else in_order  # which have no modes
+            advice = f"tell them apart with `harvest.scope`{hint}"
+            if any(entry.marker.selected for entry in group):
+                advice = (
+                    "they are in branches of a `cond` whose predicate `vmap` batched, so that all "
+                    f"of them run: {_inside_vmap(what)}"
+                )
             raise DuplicateSiteError(
-                f"`{what}`: {key!r} is sown {len(sources)} times:{lines}{more}\n"
-                f"tell them apart with `harvest.scope`{hint}"
+                f"`{what}`: {key!r} is sown {len(sources)} times:{lines}{more}\n{advice}"
             )
 
 

@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 from jax import lax
 
-from harvest import CondSum, PlantError, add, at, capture, plant, reap, sites, sow
+from harvest import (
+    CondSum,
+    DuplicateSiteError,
+    PlantError,
+    add,
+    at,
+    capture,
+    plant,
+    reap,
+    sites,
+    sow,
+)
 
 X = jnp.array([1.0, 2.0, 3.0])
 
@@ -348,3 +359,13 @@ def test_explicit_sharding_of_the_zeros_of_other_branches():
         planted = plant(f, {"h": jnp.ones((8, 4))})(x)
         assert planted.sharding.spec == jax.P("a", "b")
         np.testing.assert_array_equal(planted, np.ones((8, 4)))
+
+
+def test_strict_collection_of_a_batched_predicate_says_what_to_do():
+    branch = lambda factor: lambda x: factor * sow(jnp.sin(x), name="h")
+    f = lambda p, x: lax.cond(p, branch(2.0), branch(3.0), x)
+    p, x = jnp.array([True, False]), jnp.arange(2.0)
+    match = r"`vmap` batched, so that all of them run: put `reap` inside: `jax\.vmap\(reap\(f\)\)`"
+    with pytest.raises(DuplicateSiteError, match=match):
+        reap(jax.vmap(f))(p, x)
+    np.testing.assert_allclose(jax.vmap(reap(f))(p, x)["h"], np.sin(x), rtol=1e-6)
