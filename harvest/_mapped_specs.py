@@ -113,8 +113,15 @@ class Specs:
         prefix = jax.tree.unflatten(self.treedef, self.leaves)
         try:
             full = jax.tree.broadcast(prefix, tree, is_leaf=_is_leaf)
-        except ValueError as error:
-            raise ShardingError(f"`{what}` is no prefix of what it is for: {error}") from None
+        except ValueError:
+            of = "positional arguments" if what == "in_specs" else "items"
+            like = (
+                f"one for each of the {len(tree)} {of}" if type(tree) is tuple else "a tree like it"
+            )
+            raise ShardingError(
+                f"`{what}` is no prefix of what it is for, {_outline(tree)}: got "
+                f"{_outline(prefix)}; wanted one spec for everything, or {like}"
+            ) from None
         given = jax.tree.structure(tree).flatten_up_to(full)
         pairs = zip(given, jax.tree.leaves(tree), strict=True)
         return [spec for spec, leaf in pairs if is_held(leaf)]
@@ -213,6 +220,12 @@ def _fields(cls: Any) -> dict[str, Any]:
         return typing.get_type_hints(cls)
     except (TypeError, NameError):
         return {}
+
+
+def _outline(tree: Any) -> str:
+    """The structure of a pytree, in short."""
+    text = str(jax.tree.structure(tree, is_leaf=_is_leaf)).removeprefix("PyTreeDef(")[:-1]
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _is_leaf(node: Any) -> bool:
