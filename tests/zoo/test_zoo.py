@@ -136,8 +136,9 @@ class Equations(NamedTuple):
 def halfway(fn: Callable, arrays: Any) -> Equations:
     """Equations of the primitive that comes in the middle."""
     closed = jax.make_jaxpr(fn)(*arrays)
-    names = [eqn.primitive.name for eqn in closed.jaxpr.eqns]
-    if not names:  # it returns what it is given
+    # A `HiPrim` goes by the name of its class.
+    names = [eqn.primitive.name for eqn in closed.jaxpr.eqns if "_prim" not in eqn.params]
+    if not names:
         return Equations("none", [])
     chosen = names[len(names) // 2]
 
