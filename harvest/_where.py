@@ -187,6 +187,8 @@ def _raise_unmatched(where: Any, reader: Reader, nodes: Any, every: Sequence[Nod
             )
     there = _names(where, every)
     hint = nearest(where, there) if isinstance(where, str) else f"there are {', '.join(there)}"
+    if isinstance(where, str) and ":" not in where and any(c in where for c in "*?"):
+        hint += "; such a glob is of named scopes, and `...` means all equations"
     if fused:
         hint += f"; nothing inside of {fused[0]} is an equation of the program"
     raise UnknownSiteError(f"`sow_eqns`: {what} no equation; {hint if there else 'there are none'}")

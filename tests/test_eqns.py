@@ -722,3 +722,8 @@ def test_by_the_types_of_outputs():
         sow_eqns(f, Int[Array, "n"])(X)
     with pytest.raises(SelectError, match=r"`sow_eqns` got by_key\('sin/\*'\), which is for keys"):
         sow_eqns(f, by_key("sin/*"))
+
+
+def test_a_glob_is_of_scopes():
+    with pytest.raises(UnknownSiteError, match=r"'s\*' matches no equation; .* is of named scopes"):
+        sow_eqns(jnp.sin, "s*")(X)
