@@ -161,7 +161,7 @@ class HasType(Predicate):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Both(Predicate):
+class _Two(Predicate):
     left: Predicate
     right: Predicate
 
@@ -169,6 +169,8 @@ class _Both(Predicate):
     def globs(self):
         return self.left.globs + self.right.globs
 
+
+class _Both(_Two):
     def holds(self, subject):
         return self.left.holds(subject) and self.right.holds(subject)
 
@@ -176,15 +178,7 @@ class _Both(Predicate):
         return f"({self.left} & {self.right})"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Either(Predicate):
-    left: Predicate
-    right: Predicate
-
-    @property
-    def globs(self):
-        return self.left.globs + self.right.globs
-
+class _Either(_Two):
     def holds(self, subject):
         return self.left.holds(subject) or self.right.holds(subject)
 
