@@ -41,8 +41,7 @@ def _of(module: types.ModuleType, path: str) -> Iterator[tuple[str, Callable[...
         if name.startswith("_"):
             continue
         if isinstance(value, types.ModuleType):
-            if value.__name__.startswith("jax._src") or value.__name__ == f"{path}.{name}":
-                if path == "jax.scipy.stats":  # one module for each distribution
-                    yield from _of(value, f"{path}.{name}")
+            if path == "jax.scipy.stats":  # one module for each distribution
+                yield from _of(value, f"{path}.{name}")
         elif callable(value) and not inspect.isclass(value) and not isinstance(value, type):
             yield f"{path}.{name}", value
