@@ -1,1 +1,4 @@
 """Runnable examples: `python -m examples.quickstart`."""
+
+# Those that reproduce a known result; `python -m examples` runs them all.
+EXPERIMENTS = ("ioi",)

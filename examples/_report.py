@@ -1,25 +1,54 @@
 """What an example shows on the terminal: its progress, and its results beside what is expected."""
 
 import contextlib
-import dataclasses
 import math
+import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 # Runtime type checkers do not take an `int` for a `float`.
 type Number = int | float
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """Shows an example's progress, and collects its results."""
+class Row(NamedTuple):
+    """A quantity, what was measured, and between which bounds it should be by which source."""
 
-    console: Console = dataclasses.field(default_factory=Console)
-    rows: list[tuple[str, str, str, str, bool]] = dataclasses.field(default_factory=list)
+    what: str
+    measured: Number
+    low: Number
+    high: Number
+    because: str
+
+    @property
+    def ok(self) -> bool:
+        return self.low <= self.measured <= self.high
+
+    def cells(self) -> tuple[str, ...]:
+        """As text: the last cell says whether it is as expected."""
+        mark = "[green]ok" if self.ok else "[red]NO"
+        expected = _interval(self.low, self.high)
+        return self.what, f"{self.measured:.4g}", expected, self.because, mark
+
+
+class Report:
+    """Shows an example's progress, and collects its results and its figures."""
+
+    def __init__(self, out: str | pathlib.Path):
+        """**Arguments:**
+
+        - `out`: the folder that figures and other files go to. It is made if it is not there.
+        """
+        self.console = Console()
+        self.folder = pathlib.Path(out)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.rows: list[Row] = []
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[None]:
@@ -27,7 +56,19 @@ class Report:
         start = time.perf_counter()
         with self.console.status(f"{what} ..."):
             yield
-        self.console.print(f"{what} [dim]({time.perf_counter() - start:.1f} s)")
+        self._done(what, start)
+
+    def track[T](self, items: Sequence[T], what: str) -> Iterable[T]:
+        """The items, one after the other, with a progress bar."""
+        start = time.perf_counter()
+        with Progress(console=self.console, transient=True) as progress:
+            yield from progress.track(items, description=what)
+        self._done(what, start)
+
+    def save(self, figure: Figure, name: str) -> None:
+        """Writes a figure into the folder."""
+        figure.savefig(self.folder / name, dpi=150)
+        self.console.print(f"Wrote {self.folder / name}")
 
     def expect(self, what: str, measured: Number, low: Number, high: Number, because: str) -> None:
         """Adds a row to the table.
@@ -39,23 +80,31 @@ class Report:
         - `low`, `high`: what it should lie between; `math.inf` for no bound.
         - `because`: where the expectation comes from.
         """
-        ok = low <= measured <= high
-        self.rows.append((what, f"{measured:.4g}", _interval(low, high), because, ok))
+        self.rows.append(Row(what, measured, low, high, because))
 
-    def finish(self) -> None:
-        """Prints the table.
+    def finish(self) -> "Report":
+        """Prints the table."""
+        table = Table("", "measured", "expected", "because", "", box=box.SIMPLE)
+        for row in self.rows:
+            table.add_row(*row.cells())
+        self.console.print(table)
+        return self
 
-        **Raises:**
+    @property
+    def wrong(self) -> list[str]:
+        """What is not as expected."""
+        return [row.what for row in self.rows if not row.ok]
+
+    def exit(self) -> None:
+        """**Raises:**
 
         `SystemExit` if something is not as expected.
         """
-        table = Table("", "measured", "expected", "because", "", box=box.SIMPLE)
-        for *cells, ok in self.rows:
-            table.add_row(*cells, "[green]ok" if ok else "[red]NO")
-        self.console.print(table)
-        wrong = [what for what, *_, ok in self.rows if not ok]
-        if wrong:
-            raise SystemExit(f"Not as expected: {', '.join(wrong)}.")
+        if self.wrong:
+            raise SystemExit(f"Not as expected: {', '.join(self.wrong)}.")
+
+    def _done(self, what: str, start: float) -> None:
+        self.console.print(f"{what} [dim]({time.perf_counter() - start:.1f} s)")
 
 
 def _interval(low: Number, high: Number) -> str:

@@ -16,7 +16,6 @@ Takes about half a minute, and writes its figure to `examples/out`.
 """
 
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,8 @@ from jaxtyping import Array, Float, Int
 
 import harvest
 
-from . import _figures
 from ._report import Report
+from .figures import ioi as figures
 from .models import smollm2
 
 CLEAN = "When Mary and John went to the store, John gave a drink to"
@@ -48,11 +47,9 @@ def at_head(
     return z.at[:, row["head"]].set(clean[:, row["head"]])
 
 
-def main(seed: int = 0, out: str = "examples/out") -> None:
+def main(seed: int = 0, out: str = "examples/out") -> Report:
     """Runs everything; nothing here is random, and `seed` is not used."""
-    report = Report()
-    folder = pathlib.Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    report = Report(out)
 
     with report.step("Loading SmolLM2-135M-Instruct"):
         model, tokenizer = smollm2.load()
@@ -88,9 +85,9 @@ def main(seed: int = 0, out: str = "examples/out") -> None:
     with report.step("Estimating that from one backward pass"):
         estimate = restored(harvest.attribute(logit_difference, *head_args)(model, corrupted)["z"])
 
-    with report.step(f"Drawing the figure in {folder}"):
-        figure = _figures.patching(by_position, words, by_head, estimate)
-        figure.savefig(folder / "ioi.png", dpi=150)
+    with report.step("Drawing"):
+        figure = figures.patching(by_position, words, by_head, estimate)
+        report.save(figure, "ioi.png")
 
     agreement = float(np.corrcoef(by_head.ravel(), estimate.ravel())[0, 1])
     expect = report.expect
@@ -103,8 +100,8 @@ def main(seed: int = 0, out: str = "examples/out") -> None:
     expect("... at the last token, layer 10", by_position[10, -1], -0.1, 0.1, "not there yet")
     expect("... there, layer 29", by_position[29, -1], 0.999, 1.001, "all that is read")
     expect("correlation, estimate and exact", agreement, 0.9, 1, "Nanda, 2023")
-    report.finish()
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    main().exit()

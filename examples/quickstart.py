@@ -12,7 +12,6 @@ Takes about half a minute, and writes its figures to `examples/out`.
 """
 
 import math
-import pathlib
 
 import equinox as eqx
 import jax
@@ -22,8 +21,8 @@ from jaxtyping import Array, Float, Int
 
 import harvest
 
-from . import _figures
 from ._report import Report
+from .figures import quickstart as figures
 from .models import smollm2
 
 PROMPT, ANSWER = "The capital of France is", " Paris"
@@ -62,11 +61,9 @@ def residual_gradients(
     return harvest.grad(log_p, "resid_post")(model, tokens)["resid_post"]
 
 
-def main(seed: int = 0, out: str = "examples/out") -> None:
+def main(seed: int = 0, out: str = "examples/out") -> Report:
     """Runs everything; `seed` chooses the random tokens and the random heads."""
-    report = Report()
-    folder = pathlib.Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    report = Report(out)
     token_key, head_key = jax.random.split(jax.random.key(seed))
 
     with report.step("Loading SmolLM2-135M-Instruct"):
@@ -99,12 +96,12 @@ def main(seed: int = 0, out: str = "examples/out") -> None:
         gradients = residual_gradients(model, jnp.asarray(prompt), answer)
         norms = np.asarray(jnp.linalg.norm(gradients, axis=-1))
 
-    with report.step(f"Drawing the figures in {folder}"):
-        figure = _figures.induction_heads(scores, ranked[:3], curves)
-        figure.savefig(folder / "induction_heads.png", dpi=150)
+    with report.step("Drawing"):
+        figure = figures.induction_heads(scores, ranked[:3], curves)
+        report.save(figure, "induction_heads.png")
         words = [tokenizer.decode([i]) for i in prompt]
-        figure = _figures.residual_gradients(norms, words, ANSWER)
-        figure.savefig(folder / "residual_gradients.png", dpi=150)
+        figure = figures.residual_gradients(norms, words, ANSWER)
+        report.save(figure, "residual_gradients.png")
 
     first = {name: float(curve[: PERIOD - 1].mean()) for name, curve in curves.items()}
     second = {name: float(curve[PERIOD:].mean()) for name, curve in curves.items()}
@@ -121,8 +118,8 @@ def main(seed: int = 0, out: str = "examples/out") -> None:
     expect("... change, 3 others off", change, -0.5, 0.5, "others do not")
     expect("... change in first half", drift, 0, 0.3, "nothing to copy")
     expect("gradient, unread tokens", float(norms[-1, :-1].max()), 0, 0, "causal attention")
-    report.finish()
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    main().exit()

@@ -12,7 +12,6 @@ Takes about half a minute, and writes its figure to `examples/out`.
 """
 
 import math
-import pathlib
 from typing import Any
 
 import equinox as eqx
@@ -23,8 +22,8 @@ from jaxtyping import Array, Float, Int
 
 import harvest
 
-from . import _figures
 from ._report import Report
+from .figures import third_party as figures
 from .models import minilm, vit
 
 BLOCKS = "blocks/0/blocks/*"  # equimo holds them in one chunk
@@ -74,11 +73,9 @@ def word_sense(vectors: Float[np.ndarray, "2n D"]) -> float:
     return right / (2 * n)
 
 
-def main(seed: int = 0, out: str = "examples/out") -> None:
+def main(seed: int = 0, out: str = "examples/out") -> Report:
     """Runs everything; `seed` chooses the weights to start from, and the images."""
-    report = Report()
-    folder = pathlib.Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    report = Report(out)
     model_key, train_key, test_key = jax.random.split(jax.random.key(seed), 3)
 
     with report.step(f"Training a vision transformer on {64 * vit.STEPS} images"):
@@ -114,10 +111,10 @@ def main(seed: int = 0, out: str = "examples/out") -> None:
         position = jnp.argmax(tokens == tokenizer.token_to_id("bank"), axis=1)
         senses = [word_sense(np.asarray(h[jnp.arange(len(h)), position])) for h in hidden]
 
-    with report.step(f"Drawing the figure in {folder}"):
+    with report.step("Drawing"):
         attended = looks[np.arange(len(looks)), frame, share.argmax(axis=1)]
-        figure = _figures.third_party(np.asarray(x[frame, 0]), attended, drawn, without, senses)
-        figure.savefig(folder / "third_party.png", dpi=150)
+        figure = figures.third_party(np.asarray(x[frame, 0]), attended, drawn, without, senses)
+        report.save(figure, "third_party.png")
 
     expect, first, last = report.expect, without[0], without[-1]
     expect("accuracy of the vision transformer", accuracy(logits), 0.95, 1, "it has learnt")
@@ -134,8 +131,8 @@ def main(seed: int = 0, out: str = "examples/out") -> None:
     expect("word sense, embeddings", senses[0], 0.4, 0.85, "the word is the same")
     expect("... best layer", max(senses), 0.9, 1, "its neighbours are not")
     expect("... last layer", senses[-1], 0.9, math.inf, "nor is what is said")
-    report.finish()
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    main().exit()

@@ -1,0 +1,1 @@
+"""The figures of the examples, all readable in greyscale: a module for each example."""
