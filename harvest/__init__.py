@@ -47,7 +47,7 @@ from ._predicate import Predicate as Predicate
 from ._reap import capture as capture
 from ._reap import reap as reap
 from ._reap import sites as sites
-from ._sharding import Sharded as Sharded
+from ._sharded import Sharded as Sharded
 from ._site import Axis as Axis
 from ._site import Site as Site
 from ._site import Sites as Sites

@@ -351,9 +351,11 @@ def caller() -> str:
 
 
 def source_of(source_info: Any) -> str:
-    """Where the user's code made an equation, as `file:line`."""
-    summary = source_info_util.summarize(source_info)  # `file:line:column (function)`
-    return re.sub(r"^(.*?:\d+)(:\d+)? \(.*\)$", r"\1", summary)
+    """Where the user's code made an equation, as `file:line`; empty if none of it is around."""
+    # `file:line:column (function)`, innermost last.
+    frames = source_info_util.summarize(source_info, num_frames=8).splitlines()
+    places = [re.sub(r"^(.*?:\d+)(:\d+)? \(.*\)$", r"\1", frame) for frame in frames]
+    return next((p for p in reversed(places) if not p.startswith(_MACHINERY)), "")
 
 
 def equation_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:

@@ -1,7 +1,11 @@
 """Sowing what a function does not sow itself: `sow_eqns`."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
+
+from jax.extend.core import Jaxpr
 
 from ._equation import Equation as Equation
 from ._errors import SowError
@@ -113,15 +117,23 @@ class SowEqns(Transformed):
         if is_static(self.where) or trace is trace_afresh:
             return self
         program = trace("sow_eqns", self.fn, args, kwargs)
-        return self._with(where=choose(program.jaxpr, self.where, self.name))
+        return self._with(where=self._choices(program.jaxpr))
 
     def _inline(self, args, kwargs, trace):
         program = trace("sow_eqns", self.fn, args, kwargs)
         decided = isinstance(self.where, Choices)
-        choices = self.where if decided else choose(program.jaxpr, self.where, self.name)
-        jaxpr = rewritten(program.jaxpr, choices, as_sow)
-        walk = Walk()
-        nothing = (None,) * len(walk.entries(jaxpr))
-        live = (True,) * len(jaxpr.outvars)
-        outs, _ = Replay(walk).run(jaxpr, program.leaves, nothing, (), live)
-        return program.result(outs), ()
+        choices = self.where if decided else self._choices(program.jaxpr)
+        jaxpr = rewritten(program.jaxpr, choices, functools.partial(as_sow, _defined_at(self.fn)))
+        return program.result(Replay(Walk()).unchanged(jaxpr, program.leaves)), ()
+
+    def _choices(self, jaxpr: Jaxpr) -> Choices | None:
+        return choose(jaxpr, self.where, self.name, _defined_at(self.fn))
+
+
+def _defined_at(fn: Callable[..., Any]) -> str:
+    """The line of a function. An outermost `jit` has no other: nothing of the user's calls it."""
+    plain = inspect.unwrap(fn)
+    if not hasattr(plain, "__code__"):
+        plain = inspect.unwrap(type(plain).__call__)
+    code = getattr(plain, "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -242,4 +242,5 @@ def nearest(key: str, sources: Mapping[str, str | None], what: str = "sites") ->
 
 def _located(key: str, sources: Mapping[str, str | None]) -> str:
     source = sources[key]
-    return repr(key) if source is None else f"{key!r} (sown at {source})"
+    named = repr(key) if key else "'' (the whole of it)"
+    return named if source is None else f"{named} (sown at {source})"

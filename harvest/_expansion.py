@@ -95,7 +95,7 @@ class _Raise(_Converts):
         return self.aval.raise_val(*args)
 
 
-def why_unseen(prim: HiPrim, error: Exception) -> str:
+def why_without_program(prim: HiPrim, error: Exception) -> str:
     name = type(prim).__name__
     return f"`{name}`, which cannot be traced by itself ({type(error).__name__}: {error})"
 
@@ -105,7 +105,7 @@ def guarded(prim: HiPrim, error: Exception) -> HiPrim:
 
     Its rules are those of its class, so that what they bind is guarded if it is of `type(self)`.
     """
-    name, reason = type(prim).__name__, why_unseen(prim, error)
+    name, reason = type(prim).__name__, why_without_program(prim, error)
 
     class Guarded(type(prim)):
         def expand(self, *args):

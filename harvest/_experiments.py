@@ -22,7 +22,7 @@ from ._fork import Cell, Index
 from ._grid import NoGrid, PerExample, as_grid
 from ._lowered import on_arrays
 from ._plan import resolve_keys
-from ._plan_probes import is_sum, plantable
+from ._plan_probes import is_sum, plantable_rows
 from ._select import check_found, check_select, is_static, matches
 from ._site import Site
 from ._stage import Transformed, trace_afresh
@@ -76,7 +76,7 @@ class Experiments(Transformed):
 
     def _experiments(self, entries: Sequence[Entry]) -> list[Experiment]:
         """The selected sites of a program, in call order."""
-        rows = plantable(entries, self.select, self._what)
+        rows = plantable_rows(entries, self.select, self._what)
         keys = {entry.key: entry.source for entry in entries}
         check_found(self.edit_keys, keys, "edit")
         return [

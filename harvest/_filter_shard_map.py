@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from . import _compat
 from ._errors import ShardingError
 from ._mapped_specs import (
-    Array,
+    Leaf,
     Rules,
     Specs,
     annotations_of,
@@ -87,11 +87,20 @@ def filter_shard_map(
     **Raises:**
 
     - [`harvest.ShardingError`][]: a spec is missing, is none, or does not fit; or a mapping has one
-        for what holds for no array.
+        for what holds for no array; or the mesh is none.
     - [`harvest.UnknownSiteError`][]: a `by_key` matches no array.
     """
     if not callable(fn):
         raise ShardingError(f"`filter_shard_map` got a `{type(fn).__name__}`; wanted a callable")
+    if not isinstance(mesh, Mesh | AbstractMesh | None):
+        raise ShardingError(
+            f"`filter_shard_map` got {mesh!r} as the mesh; wanted a `jax.sharding.Mesh`, or None "
+            "for the one that is set by `jax.set_mesh`"
+        )
+    if isinstance(axis_names, str):
+        raise ShardingError(
+            f"`filter_shard_map` got `axis_names={axis_names!r}`; wanted a set of names"
+        )
     if isinstance(fn, functools.partial):
         fn = Bound.of(fn)  # whose arguments are arrays of it
     given = Specs.of(in_specs), Specs.of(out_specs)
@@ -178,7 +187,7 @@ class ShardMapped(eqx.Module):
         specs = [placed.checked(spec_of(*pair), pair[1], "out_specs") for pair in pairs]
         for array, spec in zip(arrays, specs, strict=True):
             varying = _compat.varying(jax.typeof(array.value)) & placed.axes
-            if isinstance(spec, PartitionSpec) and (left := sorted(varying - _named(spec))):
+            if isinstance(spec, PartitionSpec) and (left := sorted(varying - _axes_of(spec))):
                 raise ShardingError(
                     f"`out_specs` has the spec {spec} for {array.describe()}, which varies over "
                     f"the mesh axis {left[0]!r}: name that, or combine the shards, as by "
@@ -187,7 +196,7 @@ class ShardMapped(eqx.Module):
         return specs
 
 
-def _named(spec: Any) -> frozenset[str]:
+def _axes_of(spec: Any) -> frozenset[str]:
     """The mesh axes that a spec names."""
     partitions = partitions_of(spec) if isinstance(spec, PartitionSpec) else ()
     return frozenset[str]().union(*partitions)
@@ -234,12 +243,12 @@ class Placed(NamedTuple):
 
     def check_axes(self, spec: Any, where: str) -> None:
         """Raise if a spec names an axis that does not become manual."""
-        if unknown := sorted(_named(spec) - self.axes):
+        if unknown := sorted(_axes_of(spec) - self.axes):
             raise ShardingError(
                 f"{where}; there is no axis {unknown[0]!r}, but {sorted(self.axes)}"
             )
 
-    def checked(self, spec: Any, array: Array, what: str, divides: bool = False) -> Any:
+    def checked(self, spec: Any, array: Leaf, what: str, divides: bool = False) -> Any:
         """The spec itself, if it fits; of arguments, it also has to divide the array."""
         if spec is None:
             raise ShardingError(

@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any
 
 from jax.sharding import PartitionSpec
-from jaxtyping import AbstractDtype
+from jaxtyping import AbstractDtype, AnnotationError
 
-from ._annotations import is_annotation, is_union
-from ._errors import SelectError
+from ._annotations import is_annotation, is_instance, is_union
+from ._errors import SelectError, ShardingError
 from ._globs import glob
 from ._observed import is_definite
 from ._predicate import HasType, Predicate
@@ -50,12 +50,24 @@ def has_type(annotation: Any) -> Predicate:
     - [`harvest.SelectError`][]: `annotation` is none, or cannot be checked alone.
     """
     is_class = isinstance(annotation, type) and not _is_family(annotation)
-    if not (is_class or is_annotation(annotation) or is_union(annotation)):
+    is_one = is_class or is_annotation(annotation) or is_union(annotation)
+    if not (is_one and _can_be_asked(annotation)):
         hint = f": write `{annotation.__name__}[Array, '...']`" if _is_family(annotation) else ""
         raise SelectError(
             f"`has_type` got {annotation!r}; wanted a jaxtyping annotation, or a class{hint}"
         )
     return HasType(annotation)
+
+
+def _can_be_asked(annotation: Any) -> bool:
+    """Whether `isinstance` takes it: not `Any`, nor `Sharded` alone."""
+    try:
+        is_instance(None, annotation)
+    except AnnotationError:  # of names that are not bound
+        return True
+    except (TypeError, ShardingError):
+        return False
+    return True
 
 
 def _is_family(x: Any) -> bool:

@@ -19,11 +19,11 @@ from ._errors import ShardingError
 from ._filters import by_key, has_type
 from ._globs import check_glob
 from ._observed import observe
-from ._predicate import Predicate, Subject, key_of
+from ._predicate import Predicate, Subject, path_key
 from ._structure import Bound, is_held
 
 
-class Array(NamedTuple):
+class Leaf(NamedTuple):
     """An array among arguments or results."""
 
     root: Any  # the argument or result
@@ -36,10 +36,10 @@ class Array(NamedTuple):
         return f"`{self.name}`, {_types.describe(self.value)}"
 
 
-def arrays_in(root: Any, name: str, annotation: Any) -> list[Array]:
+def arrays_in(root: Any, name: str, annotation: Any) -> list[Leaf]:
     """The arrays of an argument or result, in order."""
     return [
-        Array(root, annotation, path, leaf, name + jax.tree_util.keystr(path))
+        Leaf(root, annotation, path, leaf, name + jax.tree_util.keystr(path))
         for path, leaf in jax.tree_util.tree_leaves_with_path(root)
         if is_held(leaf)
     ]
@@ -57,7 +57,7 @@ class Rules:
         pairs = tuple((_key(k), _checked(v)) for k, v in rules.items() if k is not ...)
         return Rules(pairs, _checked(rules.get(...)))
 
-    def spec(self, array: Array) -> Any:
+    def spec(self, array: Leaf) -> Any:
         return next((spec for key, spec in self.pairs if _holds(key, array)), self.default)
 
 
@@ -74,11 +74,11 @@ def _key(key: Any) -> Any:
     )
 
 
-def _holds(key: Any, array: Array) -> bool:
+def _holds(key: Any, array: Leaf) -> bool:
     leaf = array.value
     if not isinstance(key, Predicate):
         return bool(key(leaf))
-    return key.holds(Subject(leaf, observe(leaf), leaf, key_of(array.path)))
+    return key.holds(Subject(leaf, observe(leaf), leaf, path_key(array.path)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +127,11 @@ class Specs:
         return [spec for spec, leaf in pairs if is_held(leaf)]
 
 
-def check_used(specs: Specs, given: Sequence[Any], arrays: Sequence[Array], what: str) -> None:
+def check_used(specs: Specs, given: Sequence[Any], arrays: Sequence[Leaf], what: str) -> None:
     """Raise for what a mapping has a spec for, if it is none of the arrays that it is given for."""
     for rules in [leaf for leaf in specs.leaves if isinstance(leaf, Rules)]:
         mine = [array for one, array in zip(given, arrays, strict=True) if one is rules]
-        keys = {key_of(array.path): None for array in mine}
+        keys = {path_key(array.path): None for array in mine}
         for key, _ in rules.pairs:
             for pattern in key.globs if isinstance(key, Predicate) else ():
                 check_glob(pattern, keys, what, "array")
@@ -146,7 +146,7 @@ def check_used(specs: Specs, given: Sequence[Any], arrays: Sequence[Array], what
                 )
 
 
-def spec_of(given: Any, array: Array) -> Any:
+def spec_of(given: Any, array: Leaf) -> Any:
     """The spec for an array, by what is given for it, or by annotations; None if none says it."""
     spec = given.spec(array) if isinstance(given, Rules) else given
     return annotated(array.annotation, array.root, array.path) if spec is None else spec
@@ -157,9 +157,25 @@ def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
     if isinstance(fn, Bound):
         fn = functools.partial(fn.func, *fn.args, **fn.keywords)
     try:
-        return inspect.signature(fn, eval_str=True)
-    except (TypeError, ValueError, NameError):
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
         return inspect.Signature()
+    plain = inspect.unwrap(fn)
+    names = getattr(plain, "__globals__", getattr(type(plain).__call__, "__globals__", {}))
+    parameters = [
+        parameter.replace(annotation=_evaluated(parameter.annotation, names))
+        for parameter in signature.parameters.values()
+    ]
+    returned = _evaluated(signature.return_annotation, names)
+    return inspect.Signature(parameters, return_annotation=returned)
+
+
+def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
+    """What the text of an annotation means; nothing if it is only known to type checkers."""
+    try:
+        return eval(annotation, names) if isinstance(annotation, str) else annotation
+    except NameError:
+        return inspect.Parameter.empty
 
 
 def annotations_of(

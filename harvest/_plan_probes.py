@@ -36,7 +36,9 @@ class ProbePlan(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def plantable(entries: Sequence[Entry], select: Any, what: str, mode: Mode = "strict") -> list[Row]:
+def plantable_rows(
+    entries: Sequence[Entry], select: Any, what: str, mode: Mode = "strict"
+) -> list[Row]:
     """The tags of what is selected, each of which stands for one occurrence."""
     sown = list(numbered(entries, readable=True))
     rows = list(numbered(entries, readable=False))
@@ -62,7 +64,7 @@ def plan_probes(
     entries: Sequence[Entry], pairs: Sequence[tuple[Any, Any]], mode: Mode, what: str
 ) -> ProbePlan:
     """Differentiate with respect to the sites that `(select, reducer)` pairs choose."""
-    rows = plantable(entries, tuple(select for select, _ in pairs), what, mode)
+    rows = plantable_rows(entries, tuple(select for select, _ in pairs), what, mode)
     keys = {entry.key: entry.source for entry in entries}
     probed = [
         Probed(position, entry, next(r for select, r in pairs if matches(select, site, keys)))

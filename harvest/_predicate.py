@@ -95,10 +95,10 @@ class Predicate:
         - [`harvest.UnknownSiteError`][]: a glob of a `by_key` matches no leaf.
         """
         paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-        keys = {key_of(path): None for path, _ in paths}
+        keys = {path_key(path): None for path, _ in paths}
         for pattern in self.globs:
             check_glob(pattern, keys, "by_key", "leaf")
-        held = [self.holds(Subject(leaf, observe(leaf), leaf, key_of(p))) for p, leaf in paths]
+        held = [self.holds(Subject(leaf, observe(leaf), leaf, path_key(p))) for p, leaf in paths]
         return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_leaf), held)
 
     def holds(self, subject: Subject) -> bool:
@@ -131,7 +131,7 @@ def as_predicate(x: Any) -> Predicate:
     )
 
 
-def key_of(path: Any) -> str:
+def path_key(path: Any) -> str:
     """Where a leaf of a pytree is, as a key."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 

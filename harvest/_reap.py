@@ -8,7 +8,7 @@ import jax
 from . import _compat
 from ._checks import check_mode
 from ._errors import warn
-from ._expansion import why_unseen
+from ._expansion import why_without_program
 from ._fit import Mode
 from ._interpreter import Replay
 from ._plan import Plan, plan_reads, resolve, sites_of
@@ -226,7 +226,7 @@ class SitesOf(Transformed):
         program = trace("sites", self.fn, args, kwargs, is_dynamic=_is_typed)
         table = sites_of(program.walk.entries(program.jaxpr))
         for eqn, error in program.walk.unseen:
-            reason = why_unseen(_compat.hi_prim(eqn), error)
+            reason = why_without_program(_compat.hi_prim(eqn), error)
             warn(f"the table does not have what is sown inside {reason}")
         return table
 

@@ -97,10 +97,12 @@ def _read(renamed: Mapping[Var, Var], atom: Any) -> Any:
     return renamed.get(atom, atom) if isinstance(atom, Var) else atom
 
 
-def as_sow(eqn: JaxprEqn, outvars: Sequence[Var], sown: Sown, number: Number) -> Iterable[JaxprEqn]:
-    """The outputs of an equation as `sow` would sow them."""
+def as_sow(
+    source: str, eqn: JaxprEqn, outvars: Sequence[Var], sown: Sown, number: Number
+) -> Iterable[JaxprEqn]:
+    """The outputs of an equation as `sow` would sow them, at `source` if no line is known."""
     single = len(eqn.outvars) == 1 or len(sown.outs) == 1
-    label = _label(eqn, sown, number, "sow", 0 if single else (0,) * len(sown.outs))
+    label = _label(eqn, sown, number, "sow", 0 if single else (0,) * len(sown.outs), source)
     leaves = [outvars[i] for i in sown.outs]
     if _compat.PLANTING.value:
         tagged = [Var(v.aval) for v in leaves]
@@ -145,9 +147,11 @@ def _may_be_nan(v: Var) -> bool:
     return _compat.is_array_type(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _label(eqn: JaxprEqn, sown: Sown, number: Number, kind: Any, like: Any) -> Label:
+def _label(
+    eqn: JaxprEqn, sown: Sown, number: Number, kind: Any, like: Any, source: str = ""
+) -> Label:
     _, structure = Structure.flatten(like, lambda _: True)
-    source, primitive = _compat.source_of(eqn.source_info), _compat.primitive_name(eqn)
+    source, primitive = _compat.source_of(eqn.source_info) or source, _compat.primitive_name(eqn)
     return Label(sown.name, kind, structure, source, number=number, primitive=primitive)
 
 

@@ -46,8 +46,13 @@ def stacked(acts: Mapping[str, Any], pattern: str) -> Any:
     **Raises:**
 
     - [`harvest.UnknownSiteError`][]: no key matches.
-    - [`harvest.SelectError`][]: the values are not of one structure and shape.
+    - [`harvest.SelectError`][]: the values are not of one structure and shape, or `pattern` is no
+        string.
     """
+    if not isinstance(pattern, str):
+        raise SelectError(
+            f"`stacked` got {pattern!r} of type `{type(pattern).__name__}`; wanted a glob on keys"
+        )
     matching = sorted(filter(glob(pattern), acts), key=_natural)
     if not matching:
         raise UnknownSiteError(

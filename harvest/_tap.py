@@ -56,18 +56,21 @@ def tap(module: Any, where: Any, *, inputs: bool = False) -> "Tapped":
     **Returns:**
 
     A callable that behaves like `module`, with its attributes and methods: an Equinox module whose
-    only child, `.module`, is `module`. So gradients, optimisers and `eqx.tree_at` find parameters
-    where they are, and new ones do not retrace. A part whose path is `layers/3/attn` sows what it
-    returns as `layers/3/attn/out`, and what its author sows inside as `resid` becomes
-    `layers/3/attn/resid`. A part that is called again is another occurrence (`mode="append"`), and
-    a part that returns several things sows all of them, as one pytree.
+    only child, `.module`, is `module` (also if the model has a field of that name). So gradients,
+    optimisers and `eqx.tree_at` find parameters where they are, and new ones do not retrace.
 
-    While the model runs, these parts are instances of subclasses of their classes, and functions
-    are wrapped; `isinstance`, attributes, methods and operators are as they were. What can tell the
-    difference: `type(layer) is Linear`, `activation is jax.nn.relu`, `==` of two layers, and a
-    model that combines layers by `jax.tree.map` while it runs, which is an error if they are
-    chosen. Methods of a layer other than `__call__` sow nothing of their own, and neither does
-    `tapped.module`.
+    A part whose path is `layers/3/attn` sows what it returns as `layers/3/attn/out`, and what its
+    author sows inside as `resid` becomes `layers/3/attn/resid` (so an `out` of theirs would be
+    there twice). A part that is called again is another occurrence (`mode="append"`), and a part
+    that returns several things sows all of them, as one pytree. Parts also sow when they are taken
+    out and called: `tapped.layers[3](x)`, or `tapped[3](x)` of a list of layers.
+
+    While the model runs, and when they are taken out, these parts are instances of subclasses of
+    their classes, and functions are wrapped; `isinstance`, attributes, methods and operators are as
+    they were. What can tell the difference: `type(layer) is Linear`, `activation is jax.nn.relu`,
+    `==` of two layers, and a model that combines layers by `jax.tree.map` while it runs, which is
+    an error if they are chosen. Methods of a layer other than `__call__` sow nothing of their own,
+    and neither does `tapped.module`.
 
     **Raises:**
 
@@ -80,7 +83,9 @@ def tap(module: Any, where: Any, *, inputs: bool = False) -> "Tapped":
         module = module.module
     for path in chosen(module, where):
         taps[path] = taps.get(path, False) or inputs
-    return Tapped(module, tuple(Tap(*pair) for pair in taps.items()))
+    is_stateful = isinstance(module, eqx.nn.StatefulLayer)
+    cls: Any = _TappedStateful if is_stateful else Tapped
+    return cls(module, tuple(Tap(*pair) for pair in taps.items()))
 
 
 class Tapped(eqx.Module):
@@ -96,21 +101,31 @@ class Tapped(eqx.Module):
         if name == "module" or name.startswith("__"):  # while JAX makes it
             raise AttributeError(name)
         value = getattr(self.module, name)
-        return _Method(self, name) if _is_method(self.module, name, value) else value
+        if _is_method(self.module, name, value):
+            return _Method(self, name)
+        inside = [tap for tap in self._chosen if tap.path[:1] == (name,)]
+        return tapped(value, inside, 1) if inside else value
 
     # Python looks these up in the class, past `__getattr__`.
 
     def __getitem__(self, index: Any) -> Any:
-        return self.module[index]
+        return tapped(self.module, self._chosen)[index]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)
+        return iter(tapped(self.module, self._chosen))
 
     def __len__(self) -> int:
         return len(self.module)
 
     def __bool__(self) -> bool:
         return bool(self.module)
+
+
+class _TappedStateful(Tapped, eqx.nn.StatefulLayer):
+    """One that takes an `equinox.nn.State`, which `equinox.nn.Sequential` hands to such layers."""
+
+    def is_stateful(self) -> bool:
+        return self.module.is_stateful()
 
 
 class _Method(eqx.Module):

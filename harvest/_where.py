@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr
 
 from . import _compat
 from ._annotations import is_annotation
-from ._equation import Equation, Node, Reader
+from ._equation import Around, Equation, Node, Reader
 from ._errors import SelectError, UnknownSiteError, UnsupportedError, nearest
 from ._filters import has_type
 from ._globs import glob
@@ -103,13 +103,14 @@ def _of_outputs(where: Any) -> _Outputs:
     return _Outputs(predicate)
 
 
-def choose(jaxpr: Jaxpr, where: Any, name: str | None) -> Choices | None:
-    """What is sown in a program; an error if nothing is."""
+def choose(jaxpr: Jaxpr, where: Any, name: str | None, source: str = "") -> Choices | None:
+    """What is sown in a program that is at a line `source`; an error if nothing is."""
     reader = Reader()
-    nodes = reader.nodes(jaxpr)
+    nodes = reader.nodes(jaxpr, Around(source=source))
     every = list(reader.every(nodes))
     known: dict[int, Choices | None] = {}
-    matches = [_match(part, every) for part in (where if isinstance(where, tuple) else (where,))]
+    wanted = where if isinstance(where, tuple) else (where,)
+    matches = [_match(part, every) for part in wanted]
 
     def choices(nodes: tuple[Node, ...]) -> Choices | None:
         if id(nodes) not in known:
@@ -127,7 +128,7 @@ def choose(jaxpr: Jaxpr, where: Any, name: str | None) -> Choices | None:
             return None
         return Choice(tuple(Sown(*item) for item in sown.items()), inside)
 
-    for part, match in zip(where if isinstance(where, tuple) else (where,), matches, strict=True):
+    for part, match in zip(wanted, matches, strict=True):
         if part is not None and not any(any(match(node)) for node in every):
             _raise_unmatched(part, reader, nodes, every)
     return choices(nodes)

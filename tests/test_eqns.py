@@ -1,5 +1,6 @@
 """Any intermediate of any function: against the same values computed by hand."""
 
+import inspect
 import math
 
 import equinox as eqx
@@ -727,3 +728,18 @@ def test_by_the_types_of_outputs():
 def test_a_glob_is_of_scopes():
     with pytest.raises(UnknownSiteError, match=r"'s\*' matches no equation; .* is of named scopes"):
         sow_eqns(jnp.sin, "s*")(X)
+
+
+def test_the_line_of_an_outermost_jit_is_that_of_its_function():
+    def f(x):
+        return jnp.sin(x)
+
+    line = f.__code__.co_firstlineno
+    (sin, jit) = sites(sow_eqns(jax.jit(f)))(1.0)
+    assert jit.key == "f/0" and jit.source.endswith(f"test_eqns.py:{line}")
+    assert sin.source.endswith(f"test_eqns.py:{line + 1}")
+    linear = eqx.nn.Linear(2, 2, key=KEY)
+    *_, jit = sites(sow_eqns(eqx.filter_jit(linear)))(jnp.ones(2))
+    assert jit.source.endswith(
+        f"_linear.py:{inspect.unwrap(eqx.nn.Linear.__call__).__code__.co_firstlineno}"
+    )

@@ -301,6 +301,11 @@ WRONG = {
         "`result`, f32.., which varies over the mesh axis 'data'",
     ),
     "no mesh": (lambda: filter_shard_map(jnp.sin, None, P(), P())(X), "has no mesh: give it one"),
+    "mesh": (lambda: filter_shard_map(jnp.sin, "data", P(), P()), "got 'data' as the mesh; wanted"),
+    "one axis name": (
+        lambda: mapped(jnp.sin, axis_names="data"),
+        "got `axis_names='data'`; wanted",
+    ),
     "axis names": (
         lambda: mapped(jnp.sin, axis_names={"rows"})(X),
         r"`axis_names` has 'rows'; the axes of the mesh are \('data', 'model'\)",
@@ -332,6 +337,22 @@ def test_a_glob_that_matches_nothing():
         mapped(lambda x: {"a": x}, out_specs={by_key("b"): P(), ...: P()})(X)
     f = mapped(lambda x: {"a": x, "b": x}, out_specs={by_key("a"): P("data"), ...: P("data")})
     check(f(X), {"a": X, "b": X})
+
+
+def test_a_key_where_the_argument_is_the_array():
+    with pytest.raises(
+        UnknownSiteError, match=r"'bias' matches no array; there are '' \(the whole"
+    ):
+        mapped(jnp.sin, {by_key("bias"): P(), ...: P()})(X)
+
+
+def test_annotations_that_are_text():
+    def f(x: "Sharded[Float[Array, 'n d'], P('data')]", scale: "only.for_type_checkers"):
+        return x * scale
+
+    got = filter_shard_map(f, mesh_of(AUTO), (None, P()), P("data"))(X, jnp.float32(2))
+    check(got, 2 * X)
+    assert got.sharding.spec == P("data")
 
 
 def test_rules_are_tried_in_order():

@@ -1,6 +1,6 @@
 """Predicates mean the same over leaves of pytrees and over sites."""
 
-from typing import Union
+from typing import Any, Union
 
 import equinox as eqx
 import jax
@@ -245,6 +245,8 @@ MISUSED = {
     "filter": (lambda: eqx.filter([1], ~by_key("a")), r"got .* alone.*`predicate.filter_spec"),
     "no annotation": (lambda: has_type(3), "`has_type` got 3; wanted a jaxtyping annotation"),
     "family": (lambda: has_type(Float), r"write `Float\[Array, '\.\.\.'\]`"),
+    "anything": (lambda: has_type(Any), r"`has_type` got typing\.Any; wanted"),
+    "sharded alone": (lambda: has_type(Sharded), r"`has_type` got <class .*Sharded'>; wanted"),
     "list": (lambda: has_type(list[int]), r"`has_type` got list\[int\]; wanted"),
     "no spec": (lambda: has_spec("data"), "`has_spec` got 'data'; wanted a `jax.sharding.Part"),
     "no pattern": (lambda: by_key(3), "`by_key` got 3; wanted a key or a glob"),

@@ -6,6 +6,7 @@ import inspect
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jax import lax
@@ -268,7 +269,10 @@ def test_stacked_is_in_natural_order():
     np.testing.assert_array_equal(stacked(acts, "layers/*/h")["x"][:, 0], [0, 2, 9, 10])
 
 
-def test_stacked_refuses():
+def test_stacked_refuses(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as without the import hook
+    with pytest.raises(harvest.SelectError, match="`stacked` got 3 of type `int`; wanted a glob"):
+        stacked({}, 3)
     acts = {"a/0": jnp.ones(2), "a/1": jnp.ones(3)}
     with pytest.raises(harvest.UnknownSiteError, match=r"'b/\*' matches no key.*'a/0'"):
         stacked(acts, "b/*")
