@@ -89,12 +89,10 @@ def train(depth: int, key: PRNGKeyArray, report: Report) -> AttentionOnly:
     model = attention_only.make(model_key, depth, vocab=VOCAB, length=LENGTH)
     schedule = optax.warmup_cosine_decay_schedule(0, 3e-3, 50, STEPS, 3e-4)
     optimiser = optax.adamw(schedule, b2=0.98, weight_decay=0)
-    state = training.init(model, optimiser)
     loss = lambda model, key: losses(model, sequences(key, BATCH)[0]).mean()
-    keys = jax.random.split(data_key, (STEPS // 50, 50))
-    for chunk in report.track(list(keys), f"Training with layers: {depth}"):
-        model, state, _ = training.steps(model, state, chunk, loss, optimiser)
-    return model
+    keys = list(jax.random.split(data_key, (STEPS // 50, 50)))
+    chunks = report.track(keys, f"Training with layers: {depth}")
+    return training.fit(model, chunks, loss, optimiser)
 
 
 def main(seed: int = 0, out: str = "examples/out") -> Report:

@@ -1,6 +1,6 @@
 """Training of the small models: steps of an optax optimiser, in one `jax.lax.scan`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -46,3 +46,16 @@ def steps(
 def init(model: Any, optimiser: optax.GradientTransformation) -> PyTree:
     """The state of the optimiser before the first step."""
     return optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+
+
+def fit(
+    model: Any,
+    chunks: Iterable[PyTree[Array]],
+    loss: Callable[..., Float[Array, ""]],
+    optimiser: optax.GradientTransformation,
+) -> Any:
+    """The model after [`steps`][] for each of the chunks, such as `report.track` hands out."""
+    state = init(model, optimiser)
+    for xs in chunks:
+        model, state, _ = steps(model, state, xs, loss, optimiser)
+    return model
