@@ -59,10 +59,11 @@ class Report:
         self._done(what, start)
 
     def track[T](self, items: Sequence[T], what: str) -> Iterable[T]:
-        """The items, one after the other, with a progress bar."""
+        """The items, one after the other, with a progress bar; a loop may leave it early."""
         start = time.perf_counter()
-        with Progress(console=self.console, transient=True) as progress:
-            yield from progress.track(items, description=what)
+        with contextlib.suppress(GeneratorExit):
+            with Progress(console=self.console, transient=True) as progress:
+                yield from progress.track(items, description=what)
         self._done(what, start)
 
     def save(self, figure: Figure, name: str) -> None:

@@ -1,1 +1,1 @@
-"""Real models, written as Equinox modules with their sites named."""
+"""Real models, and small ones to train, written as Equinox modules with their sites named."""
