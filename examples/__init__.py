@@ -1,4 +1,12 @@
 """Runnable examples: `python -m examples.quickstart`."""
 
 # Those that reproduce a known result; `python -m examples` runs them all.
-EXPERIMENTS = ("induction_heads", "grokking", "superposition", "ioi", "logit_lens", "steering")
+EXPERIMENTS = (
+    "induction_heads",
+    "grokking",
+    "superposition",
+    "induction_survey",
+    "ioi",
+    "logit_lens",
+    "steering",
+)
