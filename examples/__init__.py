@@ -7,6 +7,7 @@ EXPERIMENTS = (
     "superposition",
     "induction_survey",
     "ioi",
+    "causal_tracing",
     "logit_lens",
     "steering",
 )
