@@ -6,17 +6,19 @@
 is there only once (indirect object identification: Wang et al., 2022, arXiv:2211.00593). In a
 corrupted prompt, the second " John" is another " Mary". Where does the difference travel?
 
-1. The residual stream of the clean run is patched into the corrupted one, at each of 30 layers and
-   14 positions, one at a time: the information waits at the second name, and moves to the last
-   token.
-2. The same for the output of each of the 270 heads: which ones move it.
-3. And to first order from a single backward pass (attribution patching): for heads, nearly as good.
+1. With other names, too, the model is right; and what it says is a sum, of what each head and each
+   MLP adds for the right name and against the wrong one (direct logit attribution).
+2. The residual stream of the clean run is patched into the corrupted one, at each of 30 layers and
+   14 positions: the information waits at the second name, and moves to the last token.
+3. The same for the output of each of the 270 heads: which ones move it.
+4. And to first order from a single backward pass (attribution patching): for heads, nearly as good.
 
 Takes about half a minute, and writes its figure to `examples/out`.
 """
 
 import math
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,9 +30,39 @@ from ._report import Report
 from .figures import ioi as figures
 from .models import smollm2
 
-CLEAN = "When Mary and John went to the store, John gave a drink to"
-CORRUPTED = "When Mary and John went to the store, Mary gave a drink to"
+PROMPT = "When {} and {} went to the store, {} gave a drink to"
+CLEAN, CORRUPTED = PROMPT.format("Mary", "John", "John"), PROMPT.format("Mary", "John", "Mary")
 ANSWER, WRONG = " Mary", " John"
+NAMES = "Mary John Tom James Sarah Anna David Paul Mark Peter Alice Robert".split()
+
+
+def logit_difference(
+    model: smollm2.SmolLM2,
+    tokens: Int[Array, " T"],
+    answer: Int[Array, ""] | int,
+    wrong: Int[Array, ""] | int,
+) -> Float[Array, ""]:
+    """How much likelier the right name is to come next, in nats."""
+    logits = model(tokens)[-1]
+    return logits[answer] - logits[wrong]
+
+
+@eqx.filter_jit
+@eqx.filter_vmap(in_axes=(None, 0, 0, 0))
+def contributions(
+    model: smollm2.SmolLM2, *args: Int[Array, "..."]
+) -> tuple[
+    Float[Array, ""], Float[Array, ""], Float[Array, "layers heads"], Float[Array, " layers"]
+]:
+    """The logit difference, and what embeddings, heads and MLPs add to it: it is their sum."""
+    last = {key: lambda x: x[-1] for key in ("embed", "z", "mlp_out", "final_scale")}
+    difference, acts = harvest.capture(logit_difference, last, mode="strict")(model, *args)
+    _, answer, wrong = args
+    towards = (model.embedding[answer] - model.embedding[wrong]) * model.norm.weight
+    towards *= acts["final_scale"]  # of the last norm, at the last token
+    assert isinstance(model.blocks, smollm2.Block)
+    heads = jnp.einsum("lhk,lhkd,d->lh", acts["z"], model.blocks.attention.output, towards)
+    return difference, acts["embed"] @ towards, heads, acts["mlp_out"] @ towards
 
 
 def at_position(
@@ -53,20 +85,24 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
 
     with report.step("Loading SmolLM2-135M-Instruct"):
         model, tokenizer = smollm2.load()
-        clean, corrupted = (jnp.asarray(tokenizer.encode(p).ids) for p in (CLEAN, CORRUPTED))
+        (clean, corrupted), _ = smollm2.encode(tokenizer, [CLEAN, CORRUPTED])
         (answer,), (wrong,) = (tokenizer.encode(word).ids for word in (ANSWER, WRONG))
-        words = [tokenizer.decode([i]) for i in corrupted]
+        words = [tokenizer.decode([i]) for i in corrupted.tolist()]
     (second,) = np.flatnonzero(clean != corrupted)
 
-    def logit_difference(model: smollm2.SmolLM2, tokens: Int[Array, " T"]) -> Float[Array, ""]:
-        logits = model(tokens)[-1]
-        return logits[answer] - logits[wrong]
+    with report.step("Other names, and what each part of the model adds"):
+        pairs = [(a, NAMES[i - n]) for i, a in enumerate(NAMES) for n in (1, 2)]
+        tokens, _ = smollm2.encode(tokenizer, [PROMPT.format(a, b, b) for a, b in pairs])
+        ids = jnp.asarray([[tokenizer.encode(f" {x}").ids[0] for x in pair] for pair in pairs])
+        differences, *parts = map(np.asarray, contributions(model, tokens, *ids.T))
+        total = sum(part.reshape(len(pairs), -1).sum(axis=1) for part in parts)
+        _, direct, mlps = (part.mean(axis=0) for part in parts)
 
     with report.step("Running the clean and the corrupted prompt"):
-        best, acts = harvest.capture(logit_difference, ["resid_post", "z"], mode="strict")(
-            model, clean
-        )
-        worst = jax.block_until_ready(logit_difference(model, corrupted))
+        capture = harvest.capture(logit_difference, ["resid_post", "z"], mode="strict")
+        best, acts = capture(model, clean, answer, wrong)
+        args = model, corrupted, answer, wrong
+        worst = jax.block_until_ready(logit_difference(*args))
 
     def restored(values: Float[Array, "..."]) -> Float[np.ndarray, "..."]:
         """0: as in the corrupted run, 1: as in the clean one."""
@@ -77,20 +113,27 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
     head_args = {"z": acts["z"]}, at_head, harvest.grid(head=heads)
 
     report.console.print("Patching the residual stream, at each layer and position")
-    swept = harvest.sweep(logit_difference, *resid_args, progress=True)(model, corrupted)
+    swept = harvest.sweep(logit_difference, *resid_args, progress=True)(*args)
     by_position = restored(swept["resid_post"])
     report.console.print("Patching each head")
-    swept = harvest.sweep(logit_difference, *head_args, progress=True)(model, corrupted)
+    swept = harvest.sweep(logit_difference, *head_args, progress=True)(*args)
     by_head = restored(swept["z"])
     with report.step("Estimating that from one backward pass"):
-        estimate = restored(harvest.attribute(logit_difference, *head_args)(model, corrupted)["z"])
+        estimate = restored(harvest.attribute(logit_difference, *head_args)(*args)["z"])
 
     with report.step("Drawing"):
-        figure = figures.patching(by_position, words, by_head, estimate)
+        figure = figures.patching(by_position, words, by_head, estimate, direct, mlps)
         report.save(figure, "ioi.png")
 
     agreement = float(np.corrcoef(by_head.ravel(), estimate.ravel())[0, 1])
-    expect = report.expect
+    rank = int((by_head > by_head.flat[direct.argmax()]).sum()) + 1
+    expect, mean, off = report.expect, float(differences.mean()), abs(total - differences).max()
+    expect("right names, of 24", int((differences > 0).sum()), 24, 24, "other run")
+    expect("mean logit difference", mean, 3.8, 5.8, "other run: 4.79")
+    expect("... sum of the parts, off by", float(off), 0, 1e-4, "identity")
+    lower = max(direct[29, 0], direct[24, 4])
+    expect("... heads 29.0 and 24.4 add", lower, -math.inf, -0.3, "negative heads")
+    expect("best head: its rank by patching", rank, 1, 1, "it acts directly")
     expect("logit difference, clean", float(best), 2, math.inf, "it knows the task")
     expect("... corrupted", float(worst), -math.inf, -2, "and follows the names")
     unaffected = float(abs(by_position[:, :second]).max())

@@ -38,6 +38,19 @@ def induction_scores(
     return jnp.mean(diagonal[..., 1:], axis=(1, 3))
 
 
+def strongest_first(scores: Float[np.ndarray, "layers heads"]) -> Int[np.ndarray, "n 2"]:
+    """The `(layer, head)` pairs of all heads."""
+    order = np.unravel_index(np.argsort(-scores, axis=None), scores.shape)
+    return np.stack(order, axis=1)
+
+
+def all_but(
+    heads: Int[np.ndarray, "n 2"], scores: Float[np.ndarray, "layers heads"]
+) -> Float[Array, "layers heads 1"]:
+    """What the output of every head is multiplied by, to silence some."""
+    return jnp.ones((*scores.shape, 1)).at[heads[:, 0], heads[:, 1]].set(0)
+
+
 @eqx.filter_jit
 def losses(
     model: smollm2.SmolLM2, tokens: Int[Array, "batch T"], keep: Float[Array, "layers heads 1"]
@@ -81,16 +94,14 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
         tokens = jnp.tile(half, (1, 2))
         pattern = harvest.reap(eqx.filter_vmap(model), "pattern")(tokens)["pattern"]
         scores = np.asarray(induction_scores(pattern))
-        best_first = np.unravel_index(np.argsort(-scores, axis=None), scores.shape)
-        ranked = np.stack(best_first, axis=1)  # (layer, head) pairs
+        ranked = strongest_first(scores)
 
     with report.step("Silencing the three strongest heads, then three others"):
         others = np.asarray(jax.random.choice(head_key, ranked[3:], (3,), replace=False))
         silenced = {"nothing": ranked[:0], "induction heads": ranked[:3], "random heads": others}
         curves = {}
         for name, heads in silenced.items():
-            keep = jnp.ones((*scores.shape, 1)).at[heads[:, 0], heads[:, 1]].set(0)
-            curves[name] = np.asarray(losses(model, tokens, keep))
+            curves[name] = np.asarray(losses(model, tokens, all_but(heads, scores)))
 
     with report.step(f"Differentiating log P({ANSWER!r}) at every layer"):
         gradients = residual_gradients(model, jnp.asarray(prompt), answer)

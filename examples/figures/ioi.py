@@ -13,9 +13,34 @@ def patching(
     words: Sequence[str],
     by_head: Float[np.ndarray, "layers heads"],
     estimate: Float[np.ndarray, "layers heads"],
+    heads: Float[np.ndarray, "layers heads"],
+    mlps: Float[np.ndarray, " layers"],
 ) -> Figure:
-    """How much of the right answer each patch restores, and how well that is estimated."""
-    fig, (left, right) = plt.subplots(1, 2, figsize=(12, 6), layout="constrained")
+    """What the parts of the model add, what patches restore, and how well that is estimated.
+
+    **Arguments:**
+
+    - `by_position`: what is restored by the residual stream at one position.
+    - `words`: the tokens.
+    - `by_head`: what is restored by one head.
+    - `estimate`: the same to first order.
+    - `heads`, `mlps`: what these add to the logit difference.
+    """
+    fig, (direct, left, right) = plt.subplots(1, 3, figsize=(17, 6.5), layout="constrained")
+    added = np.concatenate([heads, mlps[:, None]], axis=1)
+    bound = abs(added).max()
+    image = direct.imshow(
+        added, cmap="RdBu_r", vmin=-bound, vmax=bound, aspect="auto", origin="lower"
+    )
+    for layer, part in zip(*np.nonzero(abs(added) > 0.15), strict=True):
+        value = added[layer, part]
+        color = "white" if abs(value) > 0.6 * bound else "black"
+        text = {"size": 7, "ha": "center", "va": "center", "color": color}
+        direct.text(part, layer, f"{value:+.1f}", **text)
+    direct.set(title="Added to the logit difference (24 prompts)", xlabel="head", ylabel="layer")
+    direct.set_xticks(range(added.shape[1]), [*map(str, range(heads.shape[1])), "MLP"])
+    fig.colorbar(image, ax=direct, label="for the right name (nats; 0: for neither)")
+
     options = {"aspect": "auto", "origin": "lower", "vmin": 0, "vmax": 1}
     image = left.imshow(by_position, cmap="Greys", **options)
     left.set(title="Residual stream patched at one position", xlabel="token", ylabel="layer")

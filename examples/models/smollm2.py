@@ -27,8 +27,10 @@ so that a site in a layer is collected with a leading axis of 30.
 """
 
 import importlib.util
+import itertools
 import math
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -224,6 +226,15 @@ def load(*, unrolled: bool = False) -> tuple[SmolLM2, Any]:
     metadata, tensors = _gguf.read(_find_weights())
     tokenizer, model = _tokenizer(metadata), _model(metadata, tensors)
     return (model.unroll() if unrolled else model), tokenizer
+
+
+def encode(
+    tokenizer: Any, texts: Sequence[str]
+) -> tuple[Int[Array, "texts T"], Int[Array, " texts"]]:
+    """The tokens of texts, padded at the end to one length, and how many of them are real."""
+    ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
+    tokens = np.asarray(list(itertools.zip_longest(*ids, fillvalue=0))).T
+    return jnp.asarray(tokens), jnp.asarray([len(i) for i in ids])
 
 
 def _rope(x: Float[Array, "T heads K"], base: float) -> Float[Array, "T heads K"]:

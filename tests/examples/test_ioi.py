@@ -82,3 +82,30 @@ def test_an_estimate_is_the_gradient_times_the_change(model, metric, prompts, ac
 
     slope = jax.jvp(lambda t: by_hand(model, t), (0.0,), (1.0,))[1]
     np.testing.assert_allclose(estimate[17, 4], metric(model, corrupted) + slope, rtol=1e-4)
+
+
+def test_contributions(model, tokenizer):
+    words = ["Mary", "John"], ["Paul", "Anna"]
+    tokens = [tokenizer.encode(ioi.PROMPT.format(a, b, b)).ids for a, b in words]
+    ids = [[tokenizer.encode(f" {word}").ids[0] for word in pair] for pair in words]
+    args = jnp.asarray(tokens), *jnp.asarray(ids).T
+    difference, embed, heads, mlps = ioi.contributions(model, *args)
+    total = embed + heads.sum(axis=(1, 2)) + mlps.sum(axis=1)
+    np.testing.assert_allclose(total, difference, atol=1e-4)
+
+    for i, (right, wrong) in enumerate(ids):
+        logits = model(args[0][i])[-1]
+        np.testing.assert_allclose(difference[i], logits[right] - logits[wrong], atol=1e-4)
+        # What each layer added to the residual stream, read as the last layer's residual is.
+        names = ["embed", "resid_pre", "resid_mid", "resid_post", "z"]
+        acts = {key: np.asarray(x) for key, x in harvest.reap(model, names)(args[0][i]).items()}
+        resid = acts["resid_post"][-1, -1]
+        read = np.asarray(model.embedding[right] - model.embedding[wrong]) * model.norm.weight
+        read = np.asarray(read) / np.sqrt(np.mean(resid**2) + model.norm.eps)
+        by_attention = (acts["resid_mid"] - acts["resid_pre"])[:, -1] @ read
+        by_mlps = (acts["resid_post"] - acts["resid_mid"])[:, -1] @ read
+        np.testing.assert_allclose(embed[i], acts["embed"][-1] @ read, atol=1e-5)
+        np.testing.assert_allclose(heads[i].sum(axis=1), by_attention, atol=1e-4)
+        np.testing.assert_allclose(mlps[i], by_mlps, atol=1e-4)
+        wrote = acts["z"][23, -1, 3] @ np.asarray(model.blocks.attention.output[23, 3])
+        np.testing.assert_allclose(heads[i, 23, 3], wrote @ read, atol=1e-4)

@@ -89,6 +89,15 @@ def test_hidden_states_against_reference(model, prompt):
     np.testing.assert_allclose(hidden, expected, rtol=1e-3, atol=2e-3)
 
 
+def test_encode_pads_at_the_end(tokenizer):
+    texts = ["The", "The capital of France is"]
+    padded, lengths = smollm2.encode(tokenizer, texts)
+    assert padded.shape == (2, T) and lengths.tolist() == [1, T]
+    for row, n, text in zip(padded, lengths, texts, strict=True):
+        assert tokenizer.decode(row[:n].tolist()) == text
+    assert not padded[0, 1:].any()
+
+
 def test_probability_of_paris(tokenizer, logits):
     (paris,) = tokenizer.encode(" Paris").ids
     assert jax.nn.softmax(logits[-1])[paris] == pytest.approx(0.773, abs=0.005)
