@@ -45,7 +45,7 @@ class Report:
 
         - `out`: the folder that figures and other files go to. It is made if it is not there.
         """
-        self.console = Console()
+        self.console = Console(force_jupyter=False)  # text, in a notebook too
         self.folder = pathlib.Path(out)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.rows: list[Row] = []

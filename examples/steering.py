@@ -9,7 +9,7 @@ arXiv:2312.06681).
 1. It is added at the last token of four prompts, at every layer and in seven doses. Is a positive
    word more likely to come next than a negative one? At layer 14, more with each dose.
 2. Random vectors of the same length, in the same doses, do no such thing.
-3. Text that the model writes while it is steered.
+3. Text that is sampled from the model while it is steered.
 4. An intervention is a value: it is written to a file, read, and does the same again.
 
 Takes about a minute, and writes its figure and the file to `examples/out`.
@@ -91,7 +91,7 @@ def rises(curves: Float[np.ndarray, "*curves doses"]) -> Bool[np.ndarray, "*curv
 
 
 def main(seed: int = 0, out: str = "examples/out") -> Report:
-    """Runs everything; `seed` chooses the random vectors."""
+    """Runs everything; `seed` chooses the random vectors, and samples the text."""
     report = Report(out)
 
     with report.step("Loading SmolLM2-135M-Instruct"):
@@ -113,11 +113,11 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
         control.append(at_layer(noise[:, None] * last, *args))
     swept, control = np.stack(swept), np.stack(control)  # prompts, layers or vectors, doses
 
-    story, (length,) = encode([STORY])
+    (story, (length,)), text_key = encode([STORY]), jax.random.key(seed + 1)
     dosed = {k: harvest.at(LAYER, harvest.add(k * vectors[LAYER])) for k in (-1.0, 0.0, 1.0)}
     for dose in report.track(tuple(dosed), "Writing while steered"):
         planted = harvest.plant(model, {"resid_pre": dosed[dose]})
-        text = generate(planted, story[0], length, NEW).tolist()
+        text = generate(planted, story[0], length, NEW, key=text_key, temperature=0.5).tolist()
         report.console.print(f"  {dose:+.0f}: {tokenizer.decode(text)!r}")
 
     with report.step("Writing the interventions to a file, and running one from there"):

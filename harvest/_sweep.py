@@ -65,7 +65,8 @@ def sweep(
 
     - `fn`: as for [`harvest.reap`][].
     - `source`: which sites, and what an edit may need of another run: the dict that a
-        [`harvest.reap`][] returned, whose values have the axes of the loops in front. Or a
+        [`harvest.reap`][] returned, whose values have the axes of the loops in front. Values of
+        your own do as well, of any shape behind those axes: only the edit looks at them. Or a
         selection, if the edit needs no source.
     - `edit`: what is done to a value, called as `edit(value, source_value, row)`; without a dict as
         `source` there is no `source_value`, and without a grid no `row`. Value and source are those
