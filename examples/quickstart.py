@@ -109,10 +109,10 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
 
     with report.step("Drawing"):
         figure = figures.induction_heads(scores, ranked[:3], curves)
-        report.save(figure, "induction_heads.png")
+        report.save(figure, "quickstart_heads.png")
         words = [tokenizer.decode([i]) for i in prompt]
         figure = figures.residual_gradients(norms, words, ANSWER)
-        report.save(figure, "residual_gradients.png")
+        report.save(figure, "quickstart_gradients.png")
 
     first = {name: float(curve[: PERIOD - 1].mean()) for name, curve in curves.items()}
     second = {name: float(curve[PERIOD:].mean()) for name, curve in curves.items()}

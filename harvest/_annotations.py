@@ -37,6 +37,8 @@ def is_annotation(x: Any) -> bool:
         return any(map(is_annotation, get_args(x)))
     if isinstance(x, TypeAliasType):
         return is_annotation(x.__value__)
+    if isinstance(x, ShardedType) and not is_sharded(x):
+        return False  # `Sharded` alone
     # The method is what beartype asks why something is no instance.
     says_why = hasattr(type(x), "__instancecheck_str__")
     return x is jax.Array or isinstance(x, type) and (says_why or issubclass(x, PyTree))

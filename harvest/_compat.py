@@ -6,6 +6,7 @@ an equation, a name stack or the kind of a trace.
 """
 
 import functools
+import inspect
 import json
 import os
 import re
@@ -348,6 +349,22 @@ def caller() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def defined_at(fn: Any) -> str:
+    """The line of a function, or that of the user's call if it is none of the user's.
+
+    The equation of an outermost `jit` has no line: nothing of the user's is around it.
+    """
+    plain = inspect.unwrap(fn)
+    while isinstance(plain, functools.partial):
+        plain = inspect.unwrap(plain.func)
+    if not hasattr(plain, "__code__"):
+        plain = inspect.unwrap(type(plain).__call__)
+    code = getattr(plain, "__code__", None)
+    if code is None or code.co_filename.startswith(_MACHINERY):
+        return caller()
+    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def source_of(source_info: Any) -> str:

@@ -1,12 +1,12 @@
 """Sowing what a function does not sow itself: `sow_eqns`."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from jax.extend.core import Jaxpr
 
+from . import _compat
 from ._equation import Equation as Equation
 from ._errors import SowError
 from ._interpreter import Replay
@@ -71,8 +71,10 @@ def sow_eqns(
     A function like `fn`. The keys of its sites are names with numbers, `"dot_general/0"`, that
     count equations of the same name in call order: so every key stands for one site, and
     `mode="strict"` collects them. Equations in a loop are one site, with stacked values, and the
-    i-th ones in the branches of a `cond` are one site, as for [`harvest.sow`][]. An equation that
-    contains others (a `jit`, a `scan`) comes after those. A value is an array, or a tuple where an
+    i-th ones in the branches of a `cond` are one site, as for [`harvest.sow`][]. In a
+    [`harvest.scope`][] or a part of a tapped model, keys begin with that of the equation; numbers
+    count on through the whole program. An equation that contains others (a `jit`, a `scan`) comes
+    after those. A value is an array, or a tuple where an
     equation has several outputs. `harvest.stacked(acts, "dot_general/*")` is all of them as one
     array.
 
@@ -123,17 +125,9 @@ class SowEqns(Transformed):
         program = trace("sow_eqns", self.fn, args, kwargs)
         decided = isinstance(self.where, Choices)
         choices = self.where if decided else self._choices(program.jaxpr)
-        jaxpr = rewritten(program.jaxpr, choices, functools.partial(as_sow, _defined_at(self.fn)))
+        sow = functools.partial(as_sow, _compat.defined_at(self.fn))
+        jaxpr = rewritten(program.jaxpr, choices, sow)
         return program.result(Replay(Walk()).unchanged(jaxpr, program.leaves)), ()
 
     def _choices(self, jaxpr: Jaxpr) -> Choices | None:
-        return choose(jaxpr, self.where, self.name, _defined_at(self.fn))
-
-
-def _defined_at(fn: Callable[..., Any]) -> str:
-    """The line of a function. An outermost `jit` has no other: nothing of the user's calls it."""
-    plain = inspect.unwrap(fn)
-    if not hasattr(plain, "__code__"):
-        plain = inspect.unwrap(type(plain).__call__)
-    code = getattr(plain, "__code__", None)
-    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+        return choose(jaxpr, self.where, self.name, _compat.defined_at(self.fn))

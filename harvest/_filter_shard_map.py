@@ -2,30 +2,21 @@
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from . import _compat
+from ._annotated_specs import Unread, annotations_of, signature_of, specs_in
 from ._errors import ShardingError
-from ._mapped_specs import (
-    Leaf,
-    Rules,
-    Specs,
-    annotations_of,
-    arrays_in,
-    check_used,
-    signature_of,
-    spec_of,
-    specs_in,
-)
-from ._observed import partitions_of
+from ._mapped_specs import Leaf, Rules, Specs, arrays_in, check_used, spec_of
+from ._placed import Placed, axes_of
 from ._stage import pack
 from ._structure import Bound, Structure, is_held
+from ._tap import Tapped
 
 
 def filter_shard_map(
@@ -101,11 +92,19 @@ def filter_shard_map(
         raise ShardingError(
             f"`filter_shard_map` got `axis_names={axis_names!r}`; wanted a set of names"
         )
-    if isinstance(fn, functools.partial):
+    if isinstance(fn, _JITTED) and any(map(is_held, jax.tree.leaves(fn))):
+        raise ShardingError(
+            "`filter_shard_map` got an `eqx.filter_jit` of a module, whose annotations cannot be "
+            "seen; put it around: `eqx.filter_jit(harvest.filter_shard_map(module, ...))`"
+        )
+    if isinstance(fn, functools.partial | eqx.Partial):
         fn = Bound.of(fn)  # whose arguments are arrays of it
     given = Specs.of(in_specs), Specs.of(out_specs)
     mapped = ShardMapped(fn, mesh, *given, frozenset(axis_names), check_vma)
     return eqx.module_update_wrapper(mapped)
+
+
+_JITTED: Any = type(eqx.filter_jit(lambda: None))
 
 
 class ShardMapped(eqx.Module):
@@ -122,8 +121,10 @@ class ShardMapped(eqx.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         placed = Placed.on(self.mesh, self.axis_names)
-        signature = signature_of(self.fn)
-        in_specs = self._of_arguments(placed, signature, args, kwargs)
+        plain = self.fn.module if isinstance(self.fn, Tapped) else self.fn
+        signature = signature_of(plain)
+        own = arrays_in(plain, "fn", None)
+        in_specs = self._of_arguments(placed, signature, own, args, kwargs)
         returned = signature.return_annotation
         out_specs = _distinct([*self.out_specs.all(), *specs_in(returned)])
         for spec in out_specs:
@@ -154,12 +155,16 @@ class ShardMapped(eqx.Module):
         return result.unflatten([next(arrays[group]) for group in groups])
 
     def _of_arguments(
-        self, placed: "Placed", signature: inspect.Signature, args: Any, kwargs: Any
+        self,
+        placed: Placed,
+        signature: inspect.Signature,
+        own: list[Leaf],
+        args: Any,
+        kwargs: Any,
     ) -> list[Any]:
         """The specs of the arrays of `(fn, args, kwargs)`."""
         whole, names = self.in_specs.whole, sorted(kwargs)
         of_args, of_kwargs = annotations_of(signature, len(args), names)
-        own = arrays_in(self.fn, "fn", None)
         arrays = [*own]
         for i, row in enumerate(zip(args, of_args, strict=True)):
             arrays += arrays_in(row[0], f"args[{i}]", row[1])
@@ -172,13 +177,15 @@ class ShardMapped(eqx.Module):
         specs = []
         for number, (array, prefix) in enumerate(zip(arrays, given, strict=True)):
             spec = spec_of(prefix, array)
-            spec = placed.inferred(array.value) if spec is None else spec
+            if spec is None or isinstance(spec, Unread):
+                inferred = placed.inferred(array.value)
+                spec = spec if inferred is None else inferred
             if spec is None and number < len(own):
                 spec = PartitionSpec()
             specs.append(placed.checked(spec, array, "in_specs", divides=True))
         return specs
 
-    def _of_results(self, placed: "Placed", annotation: Any, result: Any) -> list[Any]:
+    def _of_results(self, placed: Placed, annotation: Any, result: Any) -> list[Any]:
         """The specs of the arrays of the result, which are shards."""
         arrays = arrays_in(result, "result", annotation)
         given = self.out_specs.over(result, "out_specs")
@@ -187,7 +194,7 @@ class ShardMapped(eqx.Module):
         specs = [placed.checked(spec_of(*pair), pair[1], "out_specs") for pair in pairs]
         for array, spec in zip(arrays, specs, strict=True):
             varying = _compat.varying(jax.typeof(array.value)) & placed.axes
-            if isinstance(spec, PartitionSpec) and (left := sorted(varying - _axes_of(spec))):
+            if isinstance(spec, PartitionSpec) and (left := sorted(varying - axes_of(spec))):
                 raise ShardingError(
                     f"`out_specs` has the spec {spec} for {array.describe()}, which varies over "
                     f"the mesh axis {left[0]!r}: name that, or combine the shards, as by "
@@ -196,74 +203,9 @@ class ShardMapped(eqx.Module):
         return specs
 
 
-def _axes_of(spec: Any) -> frozenset[str]:
-    """The mesh axes that a spec names."""
-    partitions = partitions_of(spec) if isinstance(spec, PartitionSpec) else ()
-    return frozenset[str]().union(*partitions)
-
-
 def _distinct(specs: Sequence[Any]) -> list[Any]:
     distinct: list[Any] = []
     for spec in specs:
         if spec is not None and spec not in distinct:
             distinct.append(spec)
     return distinct
-
-
-class Placed(NamedTuple):
-    """The mesh axes that a `shard_map` makes manual, with their sizes."""
-
-    mesh: Any
-    axes: frozenset[str]
-
-    @staticmethod
-    def on(mesh: Any, axis_names: frozenset[str]) -> "Placed":
-        mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-        if mesh.empty:
-            raise ShardingError(
-                "`filter_shard_map` has no mesh: give it one, or set it by `jax.set_mesh`"
-            )
-        if unknown := sorted(axis_names - {*mesh.axis_names}):
-            raise ShardingError(
-                f"`axis_names` has {unknown[0]!r}; the axes of the mesh are {mesh.axis_names}"
-            )
-        free = {*mesh.axis_names} - {*getattr(mesh, "manual_axes", ())}
-        return Placed(mesh, axis_names or frozenset(free))
-
-    def inferred(self, value: Any) -> PartitionSpec | None:
-        """How an array is split already, where its type says so: if all axes are explicit."""
-        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        if any(kinds[axis] != AxisType.Explicit for axis in self.axes) or _compat.is_hi(value):
-            return None
-        sharding = jax.typeof(value).sharding
-        entries = [
-            tuple(n for n in names if n in self.axes) for names in partitions_of(sharding.spec)
-        ]
-        return PartitionSpec(*(names or None for names in entries))
-
-    def check_axes(self, spec: Any, where: str) -> None:
-        """Raise if a spec names an axis that does not become manual."""
-        if unknown := sorted(_axes_of(spec) - self.axes):
-            raise ShardingError(
-                f"{where}; there is no axis {unknown[0]!r}, but {sorted(self.axes)}"
-            )
-
-    def checked(self, spec: Any, array: Leaf, what: str, divides: bool = False) -> Any:
-        """The spec itself, if it fits; of arguments, it also has to divide the array."""
-        if spec is None:
-            raise ShardingError(
-                f"`{what}` says no spec for {array.describe()}: give one, or one for all that is "
-                "left (`...: P()`), or annotate it by `harvest.Sharded`"
-            )
-        if not isinstance(spec, PartitionSpec):
-            return spec
-        where = f"`{what}` has the spec {spec} for {array.describe()}"
-        wanted, shape = partitions_of(spec), jax.typeof(array.value).shape
-        self.check_axes(spec, where)
-        if len(wanted) > len(shape):
-            raise ShardingError(f"{where}; wanted at most one item for each of its axes")
-        for size, names in zip(shape if divides else (), wanted, strict=False):
-            shards = math.prod(self.mesh.shape[name] for name in names)
-            if size % shards:
-                raise ShardingError(f"{where}; {size} cannot be divided into {shards} shards")
-        return spec

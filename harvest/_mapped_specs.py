@@ -1,26 +1,23 @@
 """Which `PartitionSpec` each array gets: by prefixes, predicates, and `Sharded` annotations."""
 
 import dataclasses
-import functools
-import inspect
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.hijax import HiPspec
 from jax.sharding import PartitionSpec
-from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from . import _types
-from ._annotations import is_annotation, is_sharded, is_union
+from ._annotated_specs import annotated
+from ._annotations import is_annotation
 from ._cache import name_of
 from ._errors import ShardingError
 from ._filters import by_key, has_type
 from ._globs import check_glob
 from ._observed import observe
 from ._predicate import Predicate, Subject, path_key
-from ._structure import Bound, is_held
+from ._structure import is_held
 
 
 class Leaf(NamedTuple):
@@ -150,92 +147,6 @@ def spec_of(given: Any, array: Leaf) -> Any:
     """The spec for an array, by what is given for it, or by annotations; None if none says it."""
     spec = given.spec(array) if isinstance(given, Rules) else given
     return annotated(array.annotation, array.root, array.path) if spec is None else spec
-
-
-def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a function, with annotations, not their text; empty if there is none."""
-    if isinstance(fn, Bound):
-        fn = functools.partial(fn.func, *fn.args, **fn.keywords)
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return inspect.Signature()
-    plain = inspect.unwrap(fn)
-    names = getattr(plain, "__globals__", getattr(type(plain).__call__, "__globals__", {}))
-    parameters = [
-        parameter.replace(annotation=_evaluated(parameter.annotation, names))
-        for parameter in signature.parameters.values()
-    ]
-    returned = _evaluated(signature.return_annotation, names)
-    return inspect.Signature(parameters, return_annotation=returned)
-
-
-def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
-    """What the text of an annotation means; nothing if it is only known to type checkers."""
-    try:
-        return eval(annotation, names) if isinstance(annotation, str) else annotation
-    except NameError:
-        return inspect.Parameter.empty
-
-
-def annotations_of(
-    signature: inspect.Signature, count: int, names: Sequence[str]
-) -> tuple[list[Any], list[Any]]:
-    """Those of so many positional arguments, and of keyword arguments; None where there is none."""
-    parameters = list(signature.parameters.values())
-    of_kind = {parameter.kind: parameter.annotation for parameter in parameters}
-    positional = [p.annotation for p in parameters if p.kind in _POSITIONAL]
-    positional += [of_kind.get(inspect.Parameter.VAR_POSITIONAL)] * count
-    others = of_kind.get(inspect.Parameter.VAR_KEYWORD)
-    by_name = {p.name: p.annotation for p in parameters}
-    return positional[:count], [by_name.get(name, others) for name in names]
-
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def annotated(annotation: Any, node: Any, path: Sequence[Any]) -> PartitionSpec | None:
-    """The spec of a `Sharded` in an annotation, for the array at a path of the value `node`.
-
-    Fields of modules on the way have annotations of their own.
-    """
-    if is_sharded(annotation):
-        return annotation.spec
-    if is_union(annotation):
-        arms = (annotated(arm, node, path) for arm in typing.get_args(annotation))
-        return next((spec for spec in arms if spec is not None), None)
-    if not path:
-        return None
-    (key, *rest), parts = path, typing.get_args(annotation)
-    if isinstance(key, GetAttrKey):
-        return annotated(_fields(type(node)).get(key.name), getattr(node, key.name), rest)
-    if isinstance(key, SequenceKey):
-        is_alike = len(parts) == 1 or parts[-1:] == (...,)
-        index = 0 if is_alike else key.idx
-        return annotated(dict(enumerate(parts)).get(index), node[key.idx], rest)
-    if isinstance(key, DictKey):
-        return annotated(parts[1] if len(parts) == 2 else None, node[key.key], rest)
-    return None
-
-
-def specs_in(annotation: Any, seen: frozenset[Any] = frozenset()) -> Iterator[PartitionSpec]:
-    """The specs of all `Sharded`s in an annotation."""
-    if is_sharded(annotation):
-        yield annotation.spec
-        return
-    fields = () if annotation in seen else _fields(annotation).values()
-    for part in (*typing.get_args(annotation), *fields):
-        yield from specs_in(part, seen | {annotation})
-
-
-def _fields(cls: Any) -> dict[str, Any]:
-    """The annotations of the fields of a dataclass, such as an Equinox module."""
-    if not isinstance(cls, type) or not dataclasses.is_dataclass(cls):
-        return {}
-    try:
-        return typing.get_type_hints(cls)
-    except (TypeError, NameError):
-        return {}
 
 
 def _outline(tree: Any) -> str:

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,9 +148,9 @@ class Bound:
         self.func, self.args, self.keywords = func, args, keywords
 
     @classmethod
-    def of(cls, partial: functools.partial) -> "Bound":
+    def of(cls, partial: Any) -> "Bound":
         func = partial.func
-        inner = cls.of(func) if isinstance(func, functools.partial) else func
+        inner = cls.of(func) if isinstance(func, functools.partial | eqx.Partial) else func
         return cls(inner, partial.args, partial.keywords)
 
     @property

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 
 from . import _compat
+from ._errors import SelectError
 from ._parts import chosen
 from ._scopes import PartScope
 from ._tapped import Tap, tapped, untapped
@@ -43,7 +44,7 @@ def tap(module: Any, where: Any, *, inputs: bool = False) -> "Tapped":
 
     **Arguments:**
 
-    - `module`: an Equinox module, or a pytree with some inside. It is not changed.
+    - `module`: an Equinox module, or another pytree that can be called. It is not changed.
     - `where`: which parts of it, out of those that can be called. A type (all layers that are
         instances of it), a glob on paths such as `"layers/*/attn"`, a predicate that is called with
         a path and the layer there, or a sequence of these. A path has the names of fields, the keys
@@ -62,21 +63,26 @@ def tap(module: Any, where: Any, *, inputs: bool = False) -> "Tapped":
     A part whose path is `layers/3/attn` sows what it returns as `layers/3/attn/out`, and what its
     author sows inside as `resid` becomes `layers/3/attn/resid` (so an `out` of theirs would be
     there twice). A part that is called again is another occurrence (`mode="append"`), and a part
-    that returns several things sows all of them, as one pytree. Parts also sow when they are taken
-    out and called: `tapped.layers[3](x)`, or `tapped[3](x)` of a list of layers.
+    that returns several things sows all of them, as one pytree.
 
-    While the model runs, and when they are taken out, these parts are instances of subclasses of
-    their classes, and functions are wrapped; `isinstance`, attributes, methods and operators are as
-    they were. What can tell the difference: `type(layer) is Linear`, `activation is jax.nn.relu`,
-    `==` of two layers, and a model that combines layers by `jax.tree.map` while it runs, which is
-    an error if they are chosen. Methods of a layer other than `__call__` sow nothing of their own,
-    and neither does `tapped.module`.
+    While the model runs, these parts are instances of subclasses of their classes, and functions
+    are wrapped; `isinstance`, attributes, methods and operators are as they were. What can tell the
+    difference: `type(layer) is Linear`, `activation is jax.nn.relu`, `==` of two layers, one more
+    item in `dataclasses.fields(layer)`, and a model that combines layers by `jax.tree.map` while it
+    runs, which is an error if they are chosen. Methods of a layer other than `__call__` sow nothing
+    of their own. Neither does `tapped.module`, nor a layer that is taken out of the model and then
+    called, as `tapped.layers[3](x)`: it is the author's. Tap it for itself.
 
     **Raises:**
 
     - [`harvest.UnknownSiteError`][]: a glob, type or predicate chooses nothing.
-    - [`harvest.SelectError`][]: `where` is something else.
+    - [`harvest.SelectError`][]: `where` is something else; or `module` is a list, tuple or dict.
     """
+    if isinstance(module, list | tuple | dict) and not callable(module):
+        raise SelectError(
+            f"`tap` got a `{type(module).__name__}`, which nobody calls, so that nothing would be "
+            "sown; wanted a model that has its layers inside, or tap each of them"
+        )
     taps: dict[Any, bool] = {}
     if isinstance(module, Tapped):  # the paths are those of the model itself
         taps = dict(module._chosen)
@@ -101,18 +107,15 @@ class Tapped(eqx.Module):
         if name == "module" or name.startswith("__"):  # while JAX makes it
             raise AttributeError(name)
         value = getattr(self.module, name)
-        if _is_method(self.module, name, value):
-            return _Method(self, name)
-        inside = [tap for tap in self._chosen if tap.path[:1] == (name,)]
-        return tapped(value, inside, 1) if inside else value
+        return _Method(self, name) if _is_method(self.module, name, value) else value
 
     # Python looks these up in the class, past `__getattr__`.
 
     def __getitem__(self, index: Any) -> Any:
-        return tapped(self.module, self._chosen)[index]
+        return self.module[index]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(tapped(self.module, self._chosen))
+        return iter(self.module)
 
     def __len__(self) -> int:
         return len(self.module)
@@ -146,7 +149,11 @@ def _is_method(module: Any, name: str, value: Any) -> bool:
     if getattr(value, "__self__", None) is module:  # of a property that returns it, too
         return True
     defined = inspect.getattr_static(type(module), name, None)
-    return name not in vars(module) and callable(defined) and not isinstance(defined, type)
+    return (
+        name not in getattr(module, "__dict__", ())
+        and callable(defined)
+        and not isinstance(defined, type)
+    )
 
 
 def _called(model: Tapped, method: str | None, args: Any, kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """Any intermediate of any function: against the same values computed by hand."""
 
+import functools
 import inspect
 import math
 
@@ -730,6 +731,10 @@ def test_a_glob_is_of_scopes():
         sow_eqns(jnp.sin, "s*")(X)
 
 
+def here():
+    return inspect.currentframe().f_back.f_lineno
+
+
 def test_the_line_of_an_outermost_jit_is_that_of_its_function():
     def f(x):
         return jnp.sin(x)
@@ -738,6 +743,8 @@ def test_the_line_of_an_outermost_jit_is_that_of_its_function():
     (sin, jit) = sites(sow_eqns(jax.jit(f)))(1.0)
     assert jit.key == "f/0" and jit.source.endswith(f"test_eqns.py:{line}")
     assert sin.source.endswith(f"test_eqns.py:{line + 1}")
+    *_, jit = sites(sow_eqns(jax.jit(functools.partial(jnp.add, 1.0))))(1.0)
+    assert jit.source.endswith(f"test_eqns.py:{here() - 1}")
     linear = eqx.nn.Linear(2, 2, key=KEY)
     *_, jit = sites(sow_eqns(eqx.filter_jit(linear)))(jnp.ones(2))
     assert jit.source.endswith(

@@ -229,51 +229,6 @@ def test_dropout_with_keys():
     assert "layers/1/out" in reap(quiet)(X)
 
 
-# ------------------------------------------------------------------- parts that are taken out
-
-
-def test_parts_sow_when_they_are_called_alone():
-    model = mlp()
-    tapped = tap(model, [eqx.nn.Linear, "activation"], inputs=True)
-    first = model.layers[0](X)
-    acts = reap(lambda x: tapped.activation(tapped.layers[0](x)))(X)
-    close(
-        acts,
-        {
-            "layers/0/in": X,
-            "layers/0/out": first,
-            "activation/in": first,
-            "activation/out": jax.nn.relu(first),
-        },
-    )
-    assert isinstance(tapped.layers[0], eqx.nn.Linear)
-    assert tapped.layers[0].weight is model.layers[0].weight
-    assert tapped.width_size == model.width_size
-    close(reap(jax.vmap(tapped.layers[0]))(X[None])["layers/0/out"], first[None])
-    silent = plant(lambda x: tapped.layers[0](x), {"layers/0/out": harvest.zero()})
-    close(silent(X), 0 * first)
-
-
-def test_containers_that_cannot_be_called():
-    model = mlp()
-    tapped = tap(model.layers, eqx.nn.Linear)
-
-    def run(x):
-        for layer in tapped:
-            x = layer(x)
-        return x
-
-    h = model.layers[1](model.layers[0](X))
-    acts = reap(run)(X)
-    assert list(acts) == ["0/out", "1/out", "2/out"] and len(tapped) == 3
-    close(acts["1/out"], h)
-    close(reap(tapped[2])(h), {"2/out": model.layers[2](h)})
-    by_name = tap({"up": model.layers[0], "down": model.layers[1]}, "down")
-    close(reap(lambda x: by_name["down"](by_name["up"](x)))(X), {"down/out": h})
-    with pytest.raises(TypeError, match="'tuple' object is not callable"):
-        tapped(X)
-
-
 def test_a_model_with_state_in_another():
     norm = eqx.nn.BatchNorm(4, axis_name="batch", mode="batch")
     linear = eqx.nn.Linear(4, 4, key=KEY)
@@ -289,6 +244,12 @@ def test_a_model_with_state_in_another():
     acts = reap(run)(tapped)
     close(acts, {"layers/0/out": jax.vmap(linear)(xs)})
     close(run(tapped), run(model))
+
+
+@pytest.mark.parametrize("make", [list, tuple, lambda layers: {"a": layers[0]}])
+def test_a_container_is_no_model(make):
+    with pytest.raises(harvest.SelectError, match=r"`tap` got a `.*`, which nobody calls"):
+        tap(make(mlp().layers), eqx.nn.Linear)
 
 
 # ------------------------------------------------------------------- parameters stay where they are
