@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental.hijax import HiType, register_hitype
+from jax.experimental.hijax import HiType, instantiate_zeros, linearize_from_jvp, register_hitype
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from harvest import HarvestWarning, UnsupportedError, capture, plant, reap, sites, sow
@@ -208,6 +208,11 @@ class Put(Op):
     def vjp_bwd(self, res, ct, accum):
         accum.accum(10 * ct)
 
+    def jvp(self, primals, tangents):
+        return self(*primals), 10 * instantiate_zeros(*tangents)
+
+    lin, linearized = linearize_from_jvp
+
 
 class Take(Put):
     def __init__(self, aval):
@@ -236,9 +241,15 @@ def test_inputs_and_results_of_hi_types():
 
 def test_a_derivative_through_a_hi_type_is_refused():
     message = "through a value of the hi type Boxed.* collect or plant outside of `jax.grad`"
-    for f in (lambda x: reap(boxed)(x)["taken"], plant(boxed, {"taken": jnp.negative})):
+    planted = plant(boxed, {"taken": jnp.negative})
+    for differentiated in (
+        jax.grad(lambda x: reap(boxed)(x)["taken"]),
+        jax.grad(planted),
+        lambda x: jax.jvp(planted, (x,), (TWO,)),
+        lambda x: jax.linearize(planted, x)[1](TWO),
+    ):
         with pytest.raises(UnsupportedError, match=message):
-            jax.grad(f)(X)
+            differentiated(X)
 
 
 def test_values_of_hi_types_that_a_primitive_makes_by_hand():
