@@ -820,8 +820,6 @@ def is_symbolic_zero(value: Any) -> bool:
 
 def placed_like(value: Any, aval: Any) -> Any:
     """`value` with the explicit sharding, varying mesh axes and memory that `aval` has."""
-    if is_hi_type(aval):
-        return value
     value = placed(value, getattr(aval, "sharding", None))
     return in_memory_of(varying_along(value, varying(aval)), aval)
 

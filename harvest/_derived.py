@@ -1,14 +1,13 @@
 """Results of one function that are differentiated, batched and transposed as those of another."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.hijax import GradAccum, HiPrim, instantiate_zeros, vmap_rule
+from jax.experimental.hijax import GradAccum, HiPrim, Zero, instantiate_zeros, vmap_rule
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from . import _compat
@@ -25,12 +24,6 @@ class Constant:
 
     def __init__(self, value: Any):
         self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and self.value == other.value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,7 +122,7 @@ class Collected(Derived):
         except Exception as error:
             nonzero = [t for t in tangents if not _compat.is_symbolic_zero(t)]
             results = self.fn(*primals)
-            return results, no_tangents(results, nonzero[0], _hint(error))
+            return results, no_tangents(map(jax.typeof, results), nonzero[0], _hint(error))
 
     def linearize(self, args, live):
         try:
@@ -163,16 +156,16 @@ def _hint(error: Exception) -> str:
     )
 
 
-def no_tangents(results: Any, tangent: Any, hint: str) -> Any:
-    """Tangents of results that are an error to transpose, and NaN otherwise."""
+def no_tangents(types: Iterable[Any], tangent: Any, hint: str) -> list[Any]:
+    """Tangents of results of these types: an error to transpose, and NaN otherwise."""
 
-    def tangent_of(result: Any) -> Any:
-        aval = jax.typeof(result).to_tangent_aval()
+    def tangent_of(type: Any) -> Any:
+        aval = type.to_tangent_aval()
         if aval.dtype == jax.dtypes.float0:
-            return np.zeros(aval.shape, aval.dtype)
+            return instantiate_zeros(Zero(aval))
         return _NoDerivative(jax.typeof(tangent), aval, hint)(tangent)
 
-    return jax.tree.map(tangent_of, results)
+    return list(map(tangent_of, types))
 
 
 class _NoDerivative(HiPrim):
@@ -196,6 +189,13 @@ class _NoDerivative(HiPrim):
 
     def linearized(self, residuals, *tangents):
         return self(*map(instantiate_zeros, tangents))
+
+    def vjp_fwd(self, nzs_in, *primals):
+        return self(*primals), None
+
+    def vjp_bwd(self, res, out_ct, *maybe_accums):
+        if not isinstance(out_ct, Zero):
+            raise UnsupportedError(self.hint)
 
     def transpose(self, out_ct, *maybe_accums):
         raise UnsupportedError(self.hint)

@@ -180,10 +180,7 @@ class At(Edit):
 class Branches(Edit):
     """One edit for each branch of a `cond`; see `in_branch`."""
 
-    edits: tuple[Edit, ...]
-
-    def check(self, loops):
-        pass  # built by harvest from a value that has been checked
+    edits: tuple[Edit, ...]  # built by harvest from a value that has been checked
 
 
 # ------------------------------------------------------------------ structures around a site

@@ -73,7 +73,7 @@ class _Converts(HiPrim):
         raise UnsupportedError(
             f"what is collected or planted inside of a `HiPrim` takes a {what} through a value of "
             f"the hi type {self.aval}, of which only the rules of that `HiPrim` know: collect "
-            "or plant outside of `jax.grad`, and inside of `jax.vmap`"
+            "or plant outside of `jax.grad` and of `jax.vmap`"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from . import _compat, _types
+from . import _compat, _hi_types, _types
 from ._edit_nodes import Branches, Chain, Each, Edit, Replace
 from ._entry import CondSum, Entry
 from ._errors import PlantError
@@ -46,7 +46,7 @@ def fit(
 
 def _fit_leaf(leaf: Any, wanted: Any, at: str, where: str, form: str = "") -> Any:
     if _compat.is_hi(leaf) or _compat.is_hi_type(wanted):
-        if not _compat.is_hi(leaf) or jax.typeof(leaf) != wanted:
+        if not _compat.is_hi(leaf) or not _hi_types.alike(jax.typeof(leaf), wanted):
             got = _types.describe(leaf)
             raise PlantError(f"got {got}{at}, wanted {_types.short(wanted)}, for {where}")
         return leaf

@@ -40,21 +40,21 @@ def is_split(sharding: Any) -> bool:
     return sharding is not None and any(p is not None for p in sharding.spec.partitions)
 
 
-def nbytes_of(aval: Any) -> int:
+def nbytes_of(aval: Any) -> Any:
     """The size of a value, in bytes."""
     if _compat.is_hi_type(aval):
         return sum(map(nbytes_of, aval.lo_ty()))
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
-def nbytes_per_device(aval: Any) -> int:
+def nbytes_per_device(aval: Any) -> Any:
     """The size of what each device has of a value, in bytes."""
     if _compat.is_hi_type(aval):
         return sum(map(nbytes_per_device, aval.lo_ty()))
     return math.prod(map(_size_per_device, _types.dims(aval))) * aval.dtype.itemsize
 
 
-def _size_per_device(dim: _types.Dim) -> int:
+def _size_per_device(dim: _types.Dim) -> Any:
     if dim.mesh is None:
         return dim.size
     names = dim.partition if isinstance(dim.partition, tuple) else (dim.partition,)

@@ -96,9 +96,6 @@ class NoGrid(eqx.Module):
     shape = ()
     size = 1
 
-    def row(self, number: Any) -> Any:
-        return None
-
 
 def grid(**axes: Any) -> Grid:
     """The product of named axes, for [`harvest.sweep`][] and [`harvest.attribute`][].

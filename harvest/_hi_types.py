@@ -57,6 +57,12 @@ def moved(type: HiType, axes: HiAxes) -> HiType:
     return type
 
 
+def alike(a: Any, b: Any) -> bool:
+    """Whether hi types are equal but for the meshes of their arrays, as far as can be seen."""
+    arrays = lambda type: [(lo.shape, lo.dtype) for lo in type.lo_ty()]
+    return a == b or (type(a) is type(b) and str(a) == str(b) and arrays(a) == arrays(b))
+
+
 def tangent_of(type: HiType) -> Any:
     """The type of tangents, or None if there are none."""
     try:

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from . import _types
+from . import _compat, _types
 from ._batching import levels
 from ._edit_nodes import Add, Branches, Call, Each, Edit, Indexed, Replace, Scale, Sourced
 from ._entry import CondSum, Entry
-from ._errors import PlantError
+from ._errors import PlantError, UnsupportedError
 from ._fit import known
 from ._interpreter import Actions
 from ._probe import Probe
@@ -155,7 +155,7 @@ class _Edits:
             case Probe():
                 is_each = isinstance(edit.eps, Each)
                 eps = edit.eps.edit if is_each else edit.eps
-                layouts = [self._value(*pair) for pair in zip(eps, self._leaves, strict=True)]
+                layouts = [self._tangent(*pair) for pair in zip(eps, self._leaves, strict=True)]
                 return Probe(Each(layouts) if is_each else layouts)
             case Add():
                 return Add(self._leafwise(edit.value, self._operand))
@@ -185,6 +185,8 @@ class _Edits:
         return jax.tree.unflatten(treedef, layouts)
 
     def _value(self, value: Any, leaf: "_Leaf") -> Layout | None:
+        if _compat.is_hi_type(leaf.type):
+            return leaf.layout  # that it is of this type has been checked
         if not is_array(value):
             return None
         whole = self.shards.outside(leaf.type, leaf.layout)
@@ -196,10 +198,22 @@ class _Edits:
             )
         return leaf.layout.aligned(value.ndim)
 
+    def _tangent(self, eps: Any, leaf: "_Leaf") -> Any:
+        if eps is None or not _compat.is_hi_type(leaf.type):
+            return self._value(eps, leaf)
+        if not is_array(eps) or _compat.is_hi(eps):
+            raise UnsupportedError(
+                f"{self.entry.describe()} is inside a `shard_map`, of the hi type {leaf.type}, "
+                "whose tangents are of a hi type too: differentiate with respect to its arrays"
+            )
+        return Layout(leaf.layout.spec.to_tangent_spec())
+
     def _operand(self, operand: Any, leaf: "_Leaf") -> Layout | None:
         """That of what broadcasts against the global value."""
         if not is_array(operand):
             return None
+        if _compat.is_hi_type(leaf.type):
+            return leaf.layout if _compat.is_hi(operand) else WHOLE
         whole = self.shards.outside(leaf.type, leaf.layout)
         stacked = leaf.layout.axis is not None
         own = leaf.own + stacked

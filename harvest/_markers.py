@@ -197,8 +197,6 @@ class Perturb(Marker):
 
     def linearized(self, residuals, *tangents):
         nonzero = [not isinstance(t, Zero) for t in tangents]
-        if not any(nonzero):
-            return tangents
         fronted, positions = self._fronted(tangents)
         avals = [jax.typeof(t) for t in fronted]
         prim = PerturbTangent(avals, self.label, positions, split=self.split)

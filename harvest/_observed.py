@@ -109,12 +109,6 @@ def observe(x: Any) -> Observed | None:
     return _of_sharding(aval, x.sharding)
 
 
-def stand_in(x: Any) -> Any:
-    """A `StandIn` for an array or a type; anything else as it is."""
-    observed = observe(x)
-    return x if observed is None else StandIn(observed)
-
-
 def leaves_of(site: Site) -> Iterator[tuple[Any, Observed | None]]:
     """The leaves of the type of a site, with what can be seen of each."""
     leaves = jax.tree.leaves(site.aval)

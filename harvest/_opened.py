@@ -245,14 +245,3 @@ class _Leave(HiPrim):
     def batch(self, axis_data, args, dims):
         self.note(args, dims)
         return (), ()
-
-    def jvp(self, primals, tangents):
-        return (), ()
-
-    def lin(self, nzs_in, *primals):
-        return (), (), ()
-
-    def linearized(self, residuals, *tangents):
-        return ()
-
-    vjp_fwd = lin

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from . import _compat, _types
 from ._entry import Entry
-from ._errors import SelectError
+from ._errors import SelectError, UnsupportedError
 from ._fold import Fold, Level
 from ._lowered import raised
 from ._markers import Marker
@@ -107,9 +107,16 @@ def _folded(fold: Fold, entry: Entry) -> Folded:
 def _initial(fold: Fold, entry: Entry) -> Packed:
     """The types of the state of a fold before the first iteration."""
 
-    def types(fold: Fold) -> Packed:
-        make = lambda: in_slot(Packed.pack(fold.init(_example_type(entry.marker))))
-        return _types.result_types(make)
+    def made(fold: Fold) -> Packed:
+        state = fold.init(_example_type(entry.marker))
+        if entry.shards and any(map(_compat.is_hi, jax.tree.leaves(state))):
+            raise UnsupportedError(
+                "the state of this fold holds a value of a hi type, which is inside a `shard_map` "
+                "and has no spec; fold a function of the value that returns arrays"
+            )
+        return in_slot(Packed.pack(state))
+
+    types = lambda fold: _types.result_types(functools.partial(made, fold))
 
     with _compat.mesh_of(entry.marker.in_avals):
         return inside(entry.shards, types, fold)

@@ -69,7 +69,8 @@ class Site:
         loops outermost first, then those of batches, then those on which shards are stacked.
     - `branch`: the branches of the innermost `cond` around it that have it; `None` outside.
     - `source`: the file and line of the `sow`.
-    - `nbytes`: the size of the collected value, in bytes; in a `while_loop`, of one iteration.
+    - `nbytes`: the size of the collected value, in bytes, an integer unless the program is shape
+        polymorphic; in a `while_loop`, of one iteration.
     - `sharding`: the `NamedSharding` of the collected value (on an abstract mesh), where its type
         says it: under explicit axes of a mesh, and out of a `shard_map`. None where it does not; a
         pytree like the value if that is one.
@@ -87,9 +88,9 @@ class Site:
     axes: tuple[Axis, ...]
     branch: tuple[int, ...] | None
     source: str
-    nbytes: int
+    nbytes: Any
     sharding: Any
-    nbytes_per_device: int
+    nbytes_per_device: Any
     spec: str
 
 
@@ -226,12 +227,12 @@ class Sites(Sequence[Site]):
         return len(self._sites)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> Any:
         """The size of all collected values together, in bytes."""
         return sum(site.nbytes for site in self._sites)
 
     @property
-    def nbytes_per_device(self) -> int:
+    def nbytes_per_device(self) -> Any:
         """How many of these bytes are on each device, as far as the types say."""
         return sum(site.nbytes_per_device for site in self._sites)
 

@@ -36,7 +36,8 @@ def varying(fold: Fold, entry: Entry, state: Packed, folded: int) -> tuple[froze
         return Packed.pack(lowered(fold.update(before, value, index)))
 
     def plain(avals: Sequence[Any]) -> list[Any]:
-        return [_types.array_type(aval.shape, aval.dtype, aval.weak_type) for aval in avals]
+        array = lambda aval: _types.array_type(aval.shape, aval.dtype, aval.weak_type)
+        return [aval if _compat.is_hi_type(aval) else array(aval) for aval in avals]
 
     types = plain(state.leaves), plain(value), index
     axes = [entry.uneven | _compat.varying(leaf) for leaf in state.leaves]

@@ -86,7 +86,7 @@ def batch_dims(avals: Sequence[Any], positions: Positions) -> tuple[Dim, ...]:
 
 
 def array_type(
-    shape: Sequence[int],
+    shape: Sequence[Any],
     dtype: Any,
     weak_type: bool = False,
     sharding: NamedSharding | None = None,

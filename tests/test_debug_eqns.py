@@ -275,3 +275,17 @@ def test_beside_what_is_sown():
 def test_under_a_transform_it_is_an_error():
     with pytest.raises(harvest.UnsupportedError, match="put it outside"):
         jax.jit(watch(jnp.log))(X)
+
+
+def test_the_element_is_one_of_the_output_that_is_not_finite():
+    """The second output is a product, that of the second row is too large."""
+
+    def f(x):
+        combine = lambda a, b: (a[0] + b[0], a[1] * b[1])
+        zero, one = jnp.float32(0), jnp.float32(1)
+        return lax.reduce((x, x), (zero, one), combine, (1,))
+
+    (fault,) = debug.nonfinite(f, eqns=True, infinities=True)(
+        jnp.array([[1.0, 2.0], [1e30, 1e30], [3.0, 4.0]])
+    )
+    assert fault.primitive == "reduce" and fault.element == (1,)

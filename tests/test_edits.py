@@ -481,3 +481,14 @@ def test_a_partial_is_an_edit_with_arrays():
     scaled = functools.partial(lambda factor, h: factor * h, jnp.arange(5.0))
     wanted = plant(loop, {"h": each(scale(jnp.arange(5.0)))})(X)
     np.testing.assert_allclose(plant(loop, {"h": each(scaled)})(X), wanted)
+
+
+def test_keys_have_no_arithmetic():
+    def f(key):
+        return jax.random.uniform(sow(key, name="key"))
+
+    key = jax.random.key(0)
+    for edit in (add(1), scale(2)):
+        with pytest.raises(PlantError, match=r"arithmetic for a value of type key.*which has none"):
+            plant(f, {"key": edit})(key)
+    assert plant(f, {"key": jax.random.key(1)})(key) == jax.random.uniform(jax.random.key(1))

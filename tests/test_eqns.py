@@ -750,3 +750,11 @@ def test_the_line_of_an_outermost_jit_is_that_of_its_function():
     assert jit.source.endswith(
         f"_linear.py:{inspect.unwrap(eqx.nn.Linear.__call__).__code__.co_firstlineno}"
     )
+
+
+def test_a_predicate_over_arrays_does_not_hold_for_values_of_hi_types():
+    kind = hi_programs.KINDS["quantized"]
+    f = lambda x: kind.use(kind.make(x))
+    values = reap(sow_eqns(f, has_type(Float[Array, "..."]), "all"))(hi_programs.X)
+    assert list(values) == ["all/0"]  # and not that of `Quantize`
+    np.testing.assert_allclose(values["all/0"], hi_programs.rounded(hi_programs.X), rtol=1e-5)

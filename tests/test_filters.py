@@ -28,10 +28,12 @@ from harvest import (
     SelectError,
     Sharded,
     ShardingError,
+    SiteTypeError,
     UnknownSiteError,
     add,
     by_key,
     capture,
+    check_types,
     grad,
     has_spec,
     has_type,
@@ -430,3 +432,21 @@ def test_specs_that_leave_something_open(spec):
         has_spec(spec)
     with pytest.raises(ShardingError, match=r"`Sharded` got .*unconstrained or unreduced"):
         Sharded[Float[Array, "n d"], spec]
+
+
+type Vector = Float[Array, "d"]
+type Vectors = PyTree[Vector]
+type Either = Vector | Int[Array, ""]
+
+
+def test_an_alias_is_what_it_stands_for():
+    f = lambda x: (
+        sow(x, name="vector"),
+        sow(x[:, None], name="matrix"),
+        sow(jnp.int32(3), name="n"),
+    )
+    assert list(reap(f, Vector)(jnp.ones(3))) == ["vector"]
+    assert list(reap(f, Either)(jnp.ones(3))) == ["vector", "n"]
+    check_types(f, {"vector": Vectors, "n": Either})(jnp.ones(3))
+    with pytest.raises(SiteTypeError, match="matrix"):
+        check_types(f, {"matrix": Vector})(jnp.ones(3))

@@ -249,3 +249,31 @@ def test_a_reference_inside_of_the_body(custom, transform):
     # The gradient is a function of what is before the site as well.
     by_hand = lambda x: 6 * jnp.sin(x) ** 3 * jnp.cos(jnp.sin(x)) ** 5
     close(jax.grad(lambda x: grad(f)(x)["inside"])(X), jax.grad(by_hand)(X))
+
+
+def test_a_site_in_a_cond_in_a_function_with_a_rule():
+    """Its rule is for the input: at the site it differentiates as it is computed."""
+
+    @jax.custom_jvp
+    def f(x):
+        positive, negative = (lambda x, k=k: k * sow(2 * x, name="h") for k in (3, 5))
+        return lax.cond(x > 0, positive, negative, x)
+
+    f.defjvp(lambda primals, tangents: (f(*primals), 100 * tangents[0]))
+    for x, at_site in ((1.0, 3.0), (-1.0, 5.0)):
+        values, (out,) = grad(f, argnums=(0,))(jnp.float32(x))
+        assert values == {"h": at_site} and out == 100
+
+
+def test_derivatives_in_forward_mode_of_tangents_that_enter_at_a_site():
+    """By hand: `h = x ** 2`, the tangent of `h ** 3` for one `t` of `h` is `3 * h ** 2 * t`."""
+
+    @jax.custom_jvp
+    def f(x):
+        return sow(x**2, name="h") ** 3
+
+    f.defjvp(lambda primals, tangents: (f(*primals), 100 * tangents[0]))
+    x, t = jnp.float32(2.0), jnp.float32(0.5)
+    tangent = lambda t: jvp(f, {"h": t})(x)[1]
+    assert jax.linearize(tangent, t)[1](jnp.float32(1.0)) == 3 * 16
+    assert jax.grad(tangent)(t) == 3 * 16

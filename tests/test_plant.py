@@ -409,3 +409,33 @@ def test_static_numbers_round_trip_in_nested_transforms():
     np.testing.assert_array_equal(nested(X), X)
     np.testing.assert_array_equal(jax.jit(nested)(X), X)
     np.testing.assert_array_equal(jax.vmap(nested)(X[None]), X[None])
+
+
+def test_a_transposed_function_may_be_planted():
+    """JAX transposes the markers of both kinds."""
+
+    def transposed(x):
+        def f(x):
+            h, _ = sow((3 * x, jnp.float32(1.0)), name="h")
+            return 2 * h
+
+        return sow(jax.linear_transpose(f, x)(x)[0], name="ct")
+
+    x = jnp.float32(5.0)
+    assert transposed(x) == 30 and plant(transposed, {"ct": lambda ct: ct + 1})(x) == 31
+    assert reap(transposed)(x) == {"ct": 30}
+
+
+class Incomparable:
+    def __eq__(self, other):
+        raise TypeError("no")
+
+    __hash__ = object.__hash__
+
+
+def test_a_static_leaf_that_cannot_be_compared_is_another_one():
+    mine, other, two = Incomparable(), Incomparable(), jnp.float32(2.0)
+    f = lambda x: sow({"x": x, "static": mine}, name="h")["x"]
+    assert plant(f, {"h": {"x": two, "static": mine}})(jnp.float32(1.0)) == 2
+    with pytest.raises(PlantError, match=r"the site 'h' .* has the static leaf .*Incomparable"):
+        plant(f, {"h": {"x": two, "static": other}})(jnp.float32(1.0))

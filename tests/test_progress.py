@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import harvest
-from harvest import UnsupportedError, _progress, scale, sweep
+from harvest import UnsupportedError, _progress, grid, scale, sweep
 from tests.experiments import X, sown
 from tests.helpers import PROGRAMS, scan
 
@@ -131,3 +131,10 @@ def test_without_tqdm_there_is_a_hint(monkeypatch):
     with pytest.raises(UnsupportedError, match="`progress=True` needs tqdm: `pip install tqdm`"):
         sweep(F, "h", scale(2.0), progress=True)(X)
     assert _progress._bars == {}
+
+
+def test_the_total_of_a_grid_of_named_axes(bars):
+    named = grid(k=jnp.arange(2.0), j=jnp.arange(3.0))
+    got = sweep(F, "h", lambda h, row: h * row["k"] + row["j"], named, progress=True)(X)["h"]
+    (bar,) = bars
+    assert (bar.n, bar.total) == (18, 18) and got.shape[:3] == (3, 2, 3)

@@ -231,3 +231,15 @@ def test_of_transformed_functions():
     assert [site.key for site in sites(plant(two, {"a": x}))(x)] == ["a", "b"]
     assert [site.key for site in sites(reap(two, "a"))(x)] == ["b"]
     assert [site.key for site in sites(jax.jit(jax.jit(two)))(x)] == ["a", "b"]
+
+
+def test_sizes_of_a_program_of_any_size():
+    tables = []
+
+    def f(x):
+        tables.append(str(sites(lambda x: sow(x, name="h"))(x)))
+        return x
+
+    (n,) = jax.export.symbolic_shape("n")
+    jax.export.export(jax.jit(f))(jax.ShapeDtypeStruct((n, 2), jnp.float32))
+    assert "8*n B" in tables[0]

@@ -391,3 +391,38 @@ def test_floats_of_models_are_static_as_equinox_has_them():
     net = Scaled(jnp.ones(3), 0.5)
     np.testing.assert_allclose(reap(net)(X)["h"], X / 2)
     np.testing.assert_allclose(plant(model, {"h": net})(X), np.sin(X) / 2 + 4, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Python iterable type 'generator'")
+@pytest.mark.parametrize(
+    "holding",
+    [
+        lambda h: functools.partial(max, h),
+        lambda h: Counted(lambda: h).__call__,
+        lambda h: (h for _ in range(3)),
+    ],
+    ids=["partial", "method", "generator"],
+)
+def test_other_objects_that_hold_a_traced_value(holding):
+    with pytest.raises(harvest.UnsupportedError, match="holds what is being traced"):
+        capture(lambda x: holding(sow(2 * x, name="h")))(X)
+
+
+def test_functions_whose_body_does_not_run_when_they_are_called():
+    def generator(x):
+        yield sow(x, name="h")
+
+    async def coroutine(x):
+        return sow(x, name="h")
+
+    for fn in (generator, coroutine):
+        with pytest.raises(harvest.UnsupportedError, match="a generator or coroutine function"):
+            capture(fn)
+
+
+def test_a_float_that_is_to_be_static_says_how():
+    power = jax.jit(lambda x, k: sow(x**k, name="h"), static_argnums=1)
+    with pytest.raises(ValueError, match="static argument") as caught:
+        capture(power)(X, 2.0)
+    assert any("can be bound by `functools.partial`" in note for note in caught.value.__notes__)
+    np.testing.assert_allclose(reap(functools.partial(power, k=2.0))(X)["h"], X**2.0)

@@ -300,3 +300,12 @@ def test_a_site_of_one_branch_is_edited_where_it_runs():
     x = jnp.ones(SIZE)
     same(swept(x), {"h": jnp.stack([jnp.cos(x), jnp.cos(x + 1)])})
     same(swept(-x), {"h": jnp.stack([jnp.sin(-x)] * 2)})
+
+
+def test_in_forward_mode():
+    """By hand: one site, `h = 3 * x`, and the result is `(h + k) ** 2`."""
+    f = lambda x: sow(3 * x, name="h") ** 2
+    swept = lambda x: sweep(f, "h", lambda h, k: h + k, jnp.array([1.0, 2.0]))(x)["h"]
+    x, t = jnp.float32(1.0), jnp.float32(1.0)
+    np.testing.assert_allclose(jax.linearize(swept, x)[1](t), [24.0, 30.0])
+    np.testing.assert_allclose(jax.jvp(swept, (x,), (t,))[1], [24.0, 30.0])

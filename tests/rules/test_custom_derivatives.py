@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import harvest
-from harvest import capture, plant, reap, sites, sow
+from harvest import UnsupportedError, capture, plant, reap, sites, sow
 
 
 @pytest.fixture(params=["classic", "traced"], autouse=True)
@@ -512,3 +512,18 @@ def test_a_rule_that_jax_keeps_is_planted_in_whole_or_not_at_all(implementation)
     value, slope = jnp.sin(0.6 * X) / 2, jnp.cos(0.6 * X)  # of the edited values
     got = plant(jax.grad(loss), {"a": halves}, mode="append")(X)
     close(got, 2 * value * slope * 1.2)
+
+
+def test_a_reference_from_outside_may_have_changed_when_the_body_runs_again():
+    @jax.custom_vjp
+    def f(x, ref):
+        ref[...] = 2 * x
+        return jnp.sin(sow(ref[...], name="h"))
+
+    f.defvjp(lambda x, ref: (f(x, ref), None), lambda _, ct: (7 * ct, None))
+    collected = lambda x: capture(lambda x: f(x, jax.new_ref(x)))(x)
+    out, values = collected(jnp.float32(0.5))
+    assert values == {"h": (1.0,)} and jnp.allclose(out, jnp.sin(1.0))
+    ref = jax.new_ref(jnp.float32(0.0))
+    with pytest.raises(UnsupportedError, match="may depend on a `Ref` from outside"):
+        jax.grad(lambda x: capture(lambda x: f(x, ref))(x)[0])(jnp.float32(0.5))

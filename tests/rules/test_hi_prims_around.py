@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental.hijax import HiType, register_hitype
+from jax.experimental.hijax import HiType, instantiate_zeros, linearize_from_jvp, register_hitype
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from harvest import HarvestWarning, UnsupportedError, capture, plant, reap, sites, sow
+from tests import hi_types
 from tests.hi_prims import Op
 
 X = jnp.float32(0.6)
@@ -208,6 +209,11 @@ class Put(Op):
     def vjp_bwd(self, res, ct, accum):
         accum.accum(10 * ct)
 
+    def jvp(self, primals, tangents):
+        return self(*primals), 10 * instantiate_zeros(*tangents)
+
+    lin, linearized = linearize_from_jvp
+
 
 class Take(Put):
     def __init__(self, aval):
@@ -236,9 +242,15 @@ def test_inputs_and_results_of_hi_types():
 
 def test_a_derivative_through_a_hi_type_is_refused():
     message = "through a value of the hi type Boxed.* collect or plant outside of `jax.grad`"
-    for f in (lambda x: reap(boxed)(x)["taken"], plant(boxed, {"taken": jnp.negative})):
+    planted = plant(boxed, {"taken": jnp.negative})
+    for differentiated in (
+        jax.grad(lambda x: reap(boxed)(x)["taken"]),
+        jax.grad(planted),
+        lambda x: jax.jvp(planted, (x,), (TWO,)),
+        lambda x: jax.linearize(planted, x)[1](TWO),
+    ):
         with pytest.raises(UnsupportedError, match=message):
-            jax.grad(f)(X)
+            differentiated(X)
 
 
 def test_values_of_hi_types_that_a_primitive_makes_by_hand():
@@ -249,3 +261,28 @@ def test_values_of_hi_types_that_a_primitive_makes_by_hand():
     with pytest.raises(UnsupportedError, match=r"'put' .* is inside `ByHand`, which cannot be"):
         capture(ByHand.apply)(X)
     close(jax.jit(ByHand.apply)(X), 2 * 5.6)
+
+
+class Dequantized(hi_types.Op):
+    def __init__(self, aval):
+        super().__init__([aval], aval.array)
+
+    def expand(self, q):
+        return 2 * sow(q.values.astype(jnp.float32) * q.scale, name="h")
+
+    def batch(self, axis_data, args, dims):
+        return Dequantized(jax.typeof(args[0]))(*args), dims[0] and dims[0].axis
+
+
+def test_a_batch_axis_of_a_hi_type_is_known_to_the_rules_of_the_primitive():
+    def f(x):
+        q = hi_types.quantize(x)
+        return Dequantized(jax.typeof(q))(q)
+
+    xs = jnp.array([[[127.0, -64.0]], [[254.0, 2.0]]])  # of which nothing is rounded
+    close(reap(jax.vmap(f))(xs), {"h": xs})
+    close(plant(jax.vmap(f), {"h": lambda h: h + 1})(xs), 2 * (xs + 1))
+    for inside in (reap(f), plant(f, {"h": lambda h: h + 1})):
+        message = r"a batch axis through a value of the hi type q8.* outside of .* `jax.vmap`"
+        with pytest.raises(UnsupportedError, match=message):
+            jax.vmap(inside)(xs)

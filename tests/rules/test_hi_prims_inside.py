@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental.hijax import HiPrim
+from jax.experimental.hijax import HiPrim, instantiate_zeros, vjp_from_lin
 from jax.extend.core import jaxpr_as_fun
 
 import harvest
@@ -289,3 +289,100 @@ def test_a_reference_is_written_once():
     close(jax.jit(f)(X), (3.2, 1.6))
     close(capture(f)(X), ((3.2, 1.6), {"h": (1.6,)}))
     close(plant(f, {"h": TWO})(X), (4, 1.6))
+
+
+# ------------------------------------------------------- what only the rule can differentiate
+
+
+class Opaque(Op):
+    """`sin(x)`, without derivatives."""
+
+    skip_linearization_on_zero_tangents = True
+
+    def expand(self, x):
+        return jnp.sin(x)
+
+
+class Known(Op):
+    """`2 * sin(x)`, with the derivative 5; what it sows has none."""
+
+    def expand(self, x):
+        y = Opaque.apply(x)
+        return 2 * sow((y, jnp.where(y > 0, 4, 3)), name="h")[0]
+
+    def jvp(self, primals, tangents):
+        return self(*primals), 5 * instantiate_zeros(*tangents)
+
+    def lin(self, nzs_in, x):
+        return self(x), ()
+
+    def linearized(self, res, tangent):
+        return 5 * instantiate_zeros(tangent)
+
+    vjp_fwd, vjp_bwd_retval = vjp_from_lin
+
+
+def both(x):
+    """Of `Known`, the result and what is collected."""
+    out, collected = capture(Known.apply, mode="strict")(x)
+    return out, collected["h"][0]
+
+
+result, site = (lambda x: both(x)[0]), (lambda x: both(x)[1])
+pushed = lambda fn: lambda t: jax.jvp(fn, (X,), (t,))[1]
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+def test_a_tangent_that_does_not_exist_is_nan(around):
+    none = np.float32(np.nan)
+    close(around(pushed(both))(TWO), (10.0, none))
+    close(around(lambda x: jax.linearize(both, x)[1](TWO))(X), (10.0, none))
+    close(around(jax.vmap(pushed(both)))(TWO[None]), ([10.0], [none]))
+    second = around(lambda t: jax.jvp(pushed(both), (t,), (t,)))
+    close(second(TWO), ((10.0, none), (10.0, none)))
+    close(around(lambda t: jax.linearize(pushed(both), t)[1](t))(TWO), (10.0, none))
+    integers = lambda x: capture(Known.apply)(x)[1]["h"][0][1]
+    got, tangent = jax.jvp(around(integers), (X,), (TWO,))
+    assert got == 4 and tangent.dtype == jax.dtypes.float0
+    assert jax.linearize(around(integers), X)[1](TWO).dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+def test_what_has_no_derivative_is_in_nobodys_way(around):
+    close(around(jax.grad(result))(X), 5.0)
+    close(around(jax.grad(pushed(result)))(TWO), 5.0)
+    close(around(lambda t: jax.linear_transpose(pushed(result), t)(t)[0])(TWO), 10.0)
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda: jax.grad(site)(X),
+        lambda: jax.grad(pushed(site))(TWO),
+        lambda: jax.linear_transpose(pushed(site), TWO)(TWO),
+    ],
+    ids=["grad", "grad of jvp", "transpose of jvp"],
+)
+def test_a_cotangent_that_does_not_exist_is_an_error(derivative):
+    message = r"collected inside a function with a custom derivative rule.*Opaque'> must implement"
+    with pytest.raises(UnsupportedError, match=message):
+        derivative()
+
+
+class Linear(Op):
+    """`6 * x`, of which half is sown; its rule says 60."""
+
+    def expand(self, x):
+        return 2 * sow(3 * x, name="h")
+
+    def transpose(self, ct, accum):
+        accum.accum(60 * ct)
+
+
+def test_what_is_collected_in_a_linear_primitive_is_transposed_as_it_is_computed():
+    out = lambda x: capture(Linear.apply)(x)[0]
+    value = lambda x: capture(Linear.apply)(x)[1]["h"][0]
+    for fn, wanted in ((out, 60), (value, 3), (lambda x: out(x) + value(x), 63)):
+        close(jax.linear_transpose(fn, X)(TWO)[0], 2 * wanted)
+    xs = jnp.stack([X, 2 * X])
+    close(jax.linear_transpose(jax.vmap(value), xs)(xs)[0], 3 * xs)

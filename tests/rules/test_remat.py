@@ -237,3 +237,15 @@ def test_with_scan_jit_and_itself(f):
     close(jax.value_and_grad(edited)(X), jax.value_and_grad(by_hand)(X))
     of_values = jax.grad(lambda v: plant(f, {"h": v})(X))(values["h"])
     close(of_values, jnp.zeros((3, 4, 4)).at[2].set(1.0))
+
+
+def test_a_barrier_for_some_of_the_arguments():
+    f = jax.checkpoint(lambda x, y: sow(jnp.sin(x), name="h") * y, prevent_cse=(True, False))
+    x, y = jnp.float32(0.3), jnp.float32(2.0)
+    out, collected = capture(f)(x, y)
+    np.testing.assert_allclose((out, collected["h"][0]), (2 * np.sin(0.3), np.sin(0.3)), rtol=1e-6)
+    gradient, collected = capture(jax.grad(f))(x, y)
+    np.testing.assert_allclose(gradient, 2 * np.cos(0.3), rtol=1e-6)
+    np.testing.assert_allclose(collected["h"], [np.sin(0.3)], rtol=1e-6)
+    planted = jax.grad(plant(f, {"h": lambda h: 3 * h}))(x, y)
+    np.testing.assert_allclose(planted, 6 * np.cos(0.3), rtol=1e-6)

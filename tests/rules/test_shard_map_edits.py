@@ -21,6 +21,7 @@ from harvest import (
     indexed,
     plant,
     reap,
+    replace,
     scale,
     sow,
     sweep,
@@ -401,3 +402,24 @@ def test_a_mapped_axis_that_is_sharded_explicitly():
         assert_close(sums, np.sin(X).reshape(8, 2, 2).sum(2))
         np.testing.assert_array_equal(count, np.ones(np.shape(count)))
         assert_close(plant(f, {"h": D})(x), D)
+
+
+def test_a_value_in_an_edit_that_is_not_the_global_one():
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    spec = P("i")
+    f = jax.shard_map(
+        lambda x: sow({"a": x, "static": 3}, name="h", spec=spec)["a"],
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+    )
+    x = jnp.arange(4.0)
+    wanted = {"a": 10 + x, "static": 3}
+    np.testing.assert_array_equal(plant(f, {"h": chain(replace(wanted), add(1.0))})(x), 11 + x)
+    shard = {"a": 10 + x[:2], "static": 3}
+    with pytest.raises(PlantError, match=r"got f32\[2\] at .*wanted f32\[4\].*'h'"):
+        plant(f, {"h": chain(replace(shard), add(1.0))})(x)
+    with pytest.raises(PlantError, match=r"structure.*'h'"):
+        plant(f, {"h": chain(replace(x), add(1.0))})(x)
+    with pytest.raises(PlantError, match=r"'h'"):
+        plant(f, {"h": add((x, x, x))})(x)

@@ -246,3 +246,23 @@ def test_a_cond_whose_predicate_is_batched_looks_as_if_it_ran():
         HarvestWarning, match="in a branch of a `cond` whose predicate `vmap` batched"
     ):
         reap(jax.vmap(f), {"h": folds.count()})(NS)
+
+
+def test_a_cond_inside_with_a_predicate_that_is_alike():
+    """By hand: the lanes run 2 and 3 times, from 1.0; the site is what was doubled last."""
+
+    def f(n, flag):
+        def body(carry):
+            step, x = carry
+            double = lambda x: sow(2 * x, name="h")
+            return step + 1, lax.cond(flag, double, lambda x: x, x)
+
+        return lax.while_loop(lambda carry: carry[0] < n, body, (0, jnp.float32(1.0)))[1]
+
+    ns, over = jnp.array([2, 3]), jax.vmap(f, (0, None))
+    chosen = {"h": (folds.last(), folds.count())}
+    last, count = reap(over, chosen)(ns, True)["h"]
+    np.testing.assert_array_equal(last, [4.0, 8.0])
+    np.testing.assert_array_equal(count, [2, 3])
+    np.testing.assert_array_equal(reap(over, {"h": folds.count()})(ns, False)["h"], [0, 0])
+    np.testing.assert_array_equal(plant(over, {"h": lambda h: h + 1})(ns, True), [7.0, 15.0])
