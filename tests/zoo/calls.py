@@ -127,12 +127,19 @@ ARGUMENTS = {
     "jax.random.wrap_key_data": ((jnp.array([3, 4], jnp.uint32),), {}),
     "jax.random.multinomial": ((KEY, jnp.asarray(5.0), jnp.array([0.2, 0.3, 0.5])), {}),
     "jax.random.multivariate_normal": ((KEY, X, A), {}),
+    "jax.scipy.signal.stft": ((X,), {"nperseg": 2}),
     "jax.random.randint": ((KEY, (3,), 0, 9), {}),
     "jax.random.triangular": ((KEY, 0.0, 0.5, 1.0), {"shape": (3,)}),
     "optax.losses.ctc_loss": (LABELLED, {}),
     "optax.losses.ctc_loss_with_forward_probs": (LABELLED, {}),
     "optax.losses.multiclass_sparsemax_loss": ((A, CLASSES), {}),
     "optax.losses.ntxent": ((A, jnp.array([0, 0, 1])), {}),
+}
+
+# What cannot be in a `vmap`, or is something else there.
+NOT_BATCHED = {
+    "jax.lax.linalg.cholesky_update": "JAX has no batching rule for it",
+    "jax.lax.rng_bit_generator": "the examples of a batch draw other bits than one alone",
 }
 
 EXCLUDED = {

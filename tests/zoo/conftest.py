@@ -5,7 +5,7 @@ import pytest
 
 
 def pytest_terminal_summary(terminalreporter):
-    from .calls import EXCLUDED
+    from .calls import EXCLUDED, NOT_BATCHED
     from .test_zoo import CALLS
 
     ran = {
@@ -20,6 +20,9 @@ def pytest_terminal_summary(terminalreporter):
     for reason, names in EXCLUDED.items():
         terminalreporter.write_line(f"left out, since {reason}:")
         terminalreporter.write_line(textwrap.indent(textwrap.fill(names, 90), "    "))
+    terminalreporter.write_line("left out under `vmap`:")
+    for name, reason in NOT_BATCHED.items():
+        terminalreporter.write_line(f"    {name}, since {reason}")
 
 
 @pytest.fixture(autouse=True)
