@@ -8,6 +8,7 @@ step by step: so there is one source of both.
 
 import ast
 import base64
+import io
 import os
 import pathlib
 import re
@@ -15,6 +16,8 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
+
+from PIL import Image
 
 from . import EXPERIMENTS
 
@@ -98,15 +101,24 @@ def main(names: list[str]) -> None:
             outputs = cell.get("outputs", [])
             cell["outputs"] = [o for o in outputs if o.get("name") != "stderr"]
             cell.metadata.clear()  # when it ran
-        nbformat.write(notebook, FOLDER / f"{name}.ipynb")
         (figure,) = _figures(notebook.cells)
-        (FOLDER / f"{name}.png").write_bytes(base64.b64decode(figure))
+        image = _smaller(base64.b64decode(figure["image/png"]))
+        figure["image/png"] = base64.b64encode(image).decode()
+        (FOLDER / f"{name}.png").write_bytes(image)
+        nbformat.write(notebook, FOLDER / f"{name}.ipynb")
         print(f"Wrote {name}.ipynb")
 
 
-def _figures(cells: Sequence[Any]) -> list[str]:
+def _figures(cells: Sequence[Any]) -> list[dict[str, str]]:
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
-    return [o["data"]["image/png"] for o in outputs if "image/png" in o.get("data", {})]
+    return [output["data"] for output in outputs if "image/png" in output.get("data", {})]
+
+
+def _smaller(png: bytes) -> bytes:
+    """The same image, in at most 240 colours."""
+    out = io.BytesIO()
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(240).save(out, "png", optimize=True)
+    return out.getvalue()
 
 
 if __name__ == "__main__":

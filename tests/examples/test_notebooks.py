@@ -34,4 +34,4 @@ def test_a_notebook_was_run_to_its_end(name):
     (figure,) = [o.data["image/png"] for o in outputs if "image/png" in o.get("data", {})]
     image = notebooks.FOLDER / f"{name}.png"
     assert image.read_bytes() == base64.b64decode(figure)
-    assert image.stat().st_size < 300_000  # bytes
+    assert image.stat().st_size < 200_000  # bytes
