@@ -56,9 +56,9 @@ def test_a_sweep_is_a_loop_of_plants(model, metric, prompts, acts):
 
     one_by_one = [
         [patched(model, jnp.asarray(layer), jnp.asarray(p)) for p in range(14)]
-        for layer in range(LAYERS)
+        for layer in range(0, LAYERS, 6)
     ]
-    np.testing.assert_allclose(swept, np.asarray(one_by_one), atol=1e-4)
+    np.testing.assert_allclose(swept[::6], np.asarray(one_by_one), atol=1e-4)
 
 
 def test_attribution_agrees_with_patching_over_the_heads(model, metric, prompts, acts):
