@@ -20,16 +20,15 @@ def main(seed: int = 0, out: str = "examples/out") -> None:
 
     `SystemExit` if something is not as expected.
     """
-    table = Table("", "", "measured", "expected", "because", "", "seconds", box=box.SIMPLE)
+    table = Table("", "measured", "expected", "because", "", box=box.SIMPLE)
     wrong = []
     for name in EXPERIMENTS:
         Console().rule(name)
         start = time.perf_counter()
         report = importlib.import_module(f"examples.{name}").main(seed, out)
-        seconds = f"{time.perf_counter() - start:.0f}"
+        table.add_row(f"[bold]{name}", f"[dim]{time.perf_counter() - start:.0f} s")
         for row in report.rows:
-            table.add_row(name, *row.cells(), seconds)
-            name = seconds = ""
+            table.add_row(*row.cells())
         table.add_section()
         wrong += report.wrong
     Console().print(table)

@@ -62,7 +62,8 @@ class Report:
         """The items, one after the other, with a progress bar; a loop may leave it early."""
         start = time.perf_counter()
         with contextlib.suppress(GeneratorExit):
-            with Progress(console=self.console, transient=True) as progress:
+            quiet = not self.console.is_terminal
+            with Progress(console=self.console, transient=True, disable=quiet) as progress:
                 yield from progress.track(items, description=what)
         self._done(what, start)
 

@@ -27,6 +27,7 @@ from .models import smollm2
 
 PROMPT, ANSWER = "The capital of France is", " Paris"
 PERIOD = 40  # tokens before a sequence repeats itself
+PREVIOUS = 16, 0  # attends to the token before: what it writes is what induction heads look for
 
 
 def induction_scores(
@@ -97,7 +98,8 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
         ranked = strongest_first(scores)
 
     with report.step("Silencing the three strongest heads, then three others"):
-        others = np.asarray(jax.random.choice(head_key, ranked[3:], (3,), replace=False))
+        others = ranked[3:][(ranked[3:] != PREVIOUS).any(axis=1)]
+        others = np.asarray(jax.random.choice(head_key, others, (3,), replace=False))
         silenced = {"nothing": ranked[:0], "induction heads": ranked[:3], "random heads": others}
         curves = {}
         for name, heads in silenced.items():
@@ -124,7 +126,7 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
     expect("rank of head 18.6", rank, 1, 1, "independent survey")
     expect("score of head 18.6", float(scores[18, 6]), 0.85, 1, "independent survey")
     expect("loss, first half", first["nothing"], uniform, math.inf, "random tokens")
-    expect("loss, second half", second["nothing"], 0, 3.5, "is a copy")
+    expect("loss, second half", second["nothing"], 0, uniform / 2, "is a copy")
     expect("... no induction heads", second["induction heads"], 6, math.inf, "they copy")
     expect("... change, 3 others off", change, -0.5, 0.5, "others do not")
     expect("... change in first half", drift, 0, 0.3, "nothing to copy")

@@ -91,12 +91,3 @@ def test_a_window_that_reaches_nothing_restores_nothing(small, facts):
     got = causal_tracing.restored(small, facts, clean, jnp.array([[0, 2]]), far, "mlp_out")
     expected = causal_tracing.probabilities(small, fact(facts, 0), {})[0]
     np.testing.assert_allclose(got[0], expected, rtol=1e-4)
-
-
-def test_whole_with_one_fact(tmp_path, monkeypatch):
-    monkeypatch.setattr(causal_tracing, "FACTS", causal_tracing.FACTS[:1])
-    monkeypatch.setattr(causal_tracing, "N_NOISE", 1)
-    monkeypatch.setattr(causal_tracing, "MIDDLES", range(3, 30, 18))
-    report = causal_tracing.main(out=tmp_path)
-    assert not report.wrong
-    assert (tmp_path / "causal_tracing.png").stat().st_size > 10_000

@@ -89,14 +89,3 @@ def test_taking_out_a_frequency(model):
         expected = cross_entropy(logits(model, left, mid), PAIRS)
         assert np.max(abs(expected - before)) > 0.1
         np.testing.assert_allclose(without[k - 1], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_hundred_steps_are_enough_to_learn_by_heart(monkeypatch, tmp_path):
-    monkeypatch.setattr(grokking, "STEPS", 100)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        report = grokking.main(out=str(tmp_path))
-    measured = {row.what: row.measured for row in report.rows}
-    assert measured["step by which it knows what is taught"] == 100
-    assert measured["... in the end"] < 0.1 and "... in the end" in report.wrong
-    assert measured["frequencies with 85% of the embedding"] > 6
-    assert (tmp_path / "grokking.png").stat().st_size > 10_000

@@ -8,7 +8,6 @@ import pytest
 
 import harvest
 from examples import induction_survey, quickstart
-from examples.models import smollm2
 
 FEW = 3  # layers
 
@@ -94,17 +93,3 @@ def test_heads_of_the_survey(model, tokens):
     for key, low, high in [("k_in", 0, 0.2), ("q_in", 0.6, 1.2)]:
         left = induction_survey.without(model, tokens, *induction_survey.PREVIOUS[0], key)
         assert low <= left[18, 6] / scores[18, 6] <= high
-
-
-def test_whole_with_few_layers(model, tokenizer, tmp_path, monkeypatch):
-    # Five layers have more heads than are strong of either kind, and ten to choose at random.
-    blocks = jax.tree.map(lambda w: w[:5], model.blocks)
-    early = eqx.tree_at(lambda model: model.blocks, model, blocks)
-    monkeypatch.setattr(smollm2, "load", lambda: (early, tokenizer))
-    monkeypatch.setattr(induction_survey, "DRAWS", 1)
-    report = induction_survey.main(seed=3, out=tmp_path)
-    measured = {row.what: row.measured for row in report.rows}
-    assert measured["listed heads in the first 7"] == 0
-    # Nothing this early copies, so that a repeated half is as hard as the first.
-    assert measured["loss, second half"] == pytest.approx(measured["loss, first half"], rel=0.1)
-    assert (tmp_path / "induction_survey.png").stat().st_size > 10_000

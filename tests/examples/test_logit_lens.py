@@ -53,9 +53,3 @@ def test_what_is_ahead_of_the_answer(model, answer):
     reading = logit_lens.Lens(norm, unit, answer)(jnp.stack([unit[answer], -unit[answer]]))
     assert reading.word[0] == answer
     assert reading.ahead.tolist() == [0, len(unit) - 1]
-
-
-def test_whole(tmp_path):
-    report = logit_lens.main(out=tmp_path)
-    assert not report.wrong
-    assert (tmp_path / "logit_lens.png").stat().st_size > 10_000

@@ -78,14 +78,3 @@ def test_edits_come_back_from_a_file(small, tmp_path, index):
     expected = harvest.plant(small, edits)(tokens)
     np.testing.assert_array_equal(harvest.plant(small, read)(tokens), expected)
     assert not np.allclose(harvest.plant(small, like)(tokens), expected, atol=0.1)
-
-
-def test_whole_with_one_prompt(tmp_path, monkeypatch):
-    monkeypatch.setattr(steering, "PROMPTS", steering.PROMPTS[:1])
-    monkeypatch.setattr(steering, "DOSES", (-1.0, 0.0, 1.0))
-    monkeypatch.setattr(steering, "NEW", 2)
-    monkeypatch.setattr(steering, "N_RANDOM", 1)
-    report = steering.main(out=tmp_path)
-    assert report.rows[0].measured == 1
-    assert all(row.ok for row in report.rows[3:])  # the first three count prompts, to four
-    assert (tmp_path / "steering.png").stat().st_size > 10_000
