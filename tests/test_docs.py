@@ -11,7 +11,7 @@ import jax
 import pytest
 from sybil import Document
 from sybil.evaluators.python import PythonEvaluator
-from sybil.parsers.markdown import CodeBlockParser
+from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
 
 import harvest
 import harvest.internal
@@ -25,6 +25,9 @@ PAGES = {
 FENCE = re.compile(
     r"^[ \t>]*(?:`{3,}|~{3,})[ \t]*\{?[ \t]*\.?py(?:thon|con)?3?\b", re.MULTILINE | re.IGNORECASE
 )
+# After the language there may be options, of a block that is run as the pages are built.
+FENCED = FencedCodeBlockLexer(r"python(?: [^\n]*)?", mapping={"source": "source"})
+EVALUATE = PythonEvaluator()
 
 
 def public(module: types.ModuleType) -> Iterator[tuple[str, object]]:
@@ -59,7 +62,8 @@ def run_blocks(text: str, path: str) -> None:
     """Runs the blocks of `text` in order and in one namespace; errors have lines of `path`."""
     document = Document(text, path)
     document.namespace["__name__"] = "__main__"
-    for region in CodeBlockParser("python", PythonEvaluator())(document):
+    for region in FENCED(document):
+        region.parsed, region.evaluator = region.lexemes["source"], EVALUATE
         document.add(region)
     blocks = list(document)
     assert len(blocks) == len(FENCE.findall(text)), "a block that does not open with ```python"
