@@ -111,7 +111,8 @@ def test_public_names_are_on_the_api_pages():
     [
         ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", None),
         ("```py\nx = 1\n```\n", "does not open with"),
-        ('```python title="f.py"\nx = 1\n```\n', "does not open with"),
+        ("```pycon\n>>> x = 1\n```\n", "does not open with"),
+        ('```python exec="on" session="s"\nassert 1 == 2\n```\n', None),
     ],
 )
 def test_a_wrong_or_skipped_block_fails(text, match):
