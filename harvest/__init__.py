@@ -48,6 +48,9 @@ from ._reap import capture as capture
 from ._reap import reap as reap
 from ._reap import sites as sites
 from ._sharded import Sharded as Sharded
+from ._show import Line as Line
+from ._show import Listing as Listing
+from ._show import show as show
 from ._site import Axis as Axis
 from ._site import Site as Site
 from ._site import Sites as Sites
@@ -69,6 +72,8 @@ __all__ = [
     "GradError",
     "HarvestError",
     "HarvestWarning",
+    "Line",
+    "Listing",
     "PlantError",
     "Predicate",
     "SelectError",
@@ -106,6 +111,7 @@ __all__ = [
     "replace",
     "scale",
     "scope",
+    "show",
     "sites",
     "sow",
     "sow_eqns",

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from . import _compat
 from ._checks import check_mode
 from ._errors import warn
@@ -15,7 +13,7 @@ from ._plan import Plan, plan_reads, resolve, sites_of
 from ._select import is_static, pairs_of
 from ._site import Sites
 from ._stage import Program, Transformed, trace_afresh, trace_cached
-from ._structure import is_traced
+from ._structure import is_typed
 
 
 def reap(
@@ -223,16 +221,12 @@ class SitesOf(Transformed):
 
     def __call__(self, *args, **kwargs):
         trace = trace_afresh if _compat.tracing() else trace_cached
-        program = trace("sites", self.fn, args, kwargs, is_dynamic=_is_typed)
+        program = trace("sites", self.fn, args, kwargs, is_dynamic=is_typed)
         table = sites_of(program.walk.entries(program.jaxpr))
         for eqn, error in program.walk.unseen:
             reason = why_without_program(_compat.hi_prim(eqn), error)
             warn(f"the table does not have what is sown inside {reason}")
         return table
-
-
-def _is_typed(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct) or is_traced(leaf)
 
 
 def collected(plan: Plan, reads: Sequence[Any], mode: Mode) -> list[tuple[str, Any]]:

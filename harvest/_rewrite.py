@@ -130,6 +130,15 @@ def as_watched(
     yield _marking(eqn, Mark, label, [*outs, *ins], [])
 
 
+def as_noted(
+    eqn: JaxprEqn, outvars: Sequence[Var], sown: Sown, number: Number
+) -> Iterable[JaxprEqn]:
+    """Outputs of an equation by a name of their own, for `show`."""
+    like = 0 if len(sown.outs) == 1 else (0,) * len(sown.outs)
+    label = _label(eqn, sown, None, "equation", like)
+    yield _marking(eqn, Mark, label, [outvars[i] for i in sown.outs], [])
+
+
 def _variables(eqn: JaxprEqn) -> list[Var]:
     return [v for v in eqn.invars if isinstance(v, Var)]
 
@@ -148,7 +157,7 @@ def _may_be_nan(v: Var) -> bool:
 
 
 def _label(
-    eqn: JaxprEqn, sown: Sown, number: Number, kind: Any, like: Any, source: str = ""
+    eqn: JaxprEqn, sown: Sown, number: Number | None, kind: Any, like: Any, source: str = ""
 ) -> Label:
     _, structure = Structure.flatten(like, lambda _: True)
     source, primitive = _compat.source_of(eqn.source_info) or source, _compat.primitive_name(eqn)

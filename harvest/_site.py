@@ -1,7 +1,6 @@
 """What a program sows: `Site`, and the table of them."""
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -9,6 +8,7 @@ import jax
 
 from . import _compat, _types
 from ._batching import batch_sizes
+from ._columns import aligned, near
 from ._entry import Entry
 from ._errors import UnknownSiteError, nearest
 from ._footprint import is_split, nbytes_of, nbytes_per_device, sharding_of
@@ -244,11 +244,7 @@ class Sites(Sequence[Site]):
                 [cell for cell, name in zip(row, _HEADER, strict=True) if name not in _SHARDED]
                 for row in rows
             ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        lines = aligned(rows)
         total = f"{len(self)} site{'' if len(self) == 1 else 's'}, {_human(self.nbytes)}"
         if split:
             total += f", {_human(self.nbytes_per_device)} on each device"
@@ -263,12 +259,10 @@ def _row(site: Site) -> tuple[str, ...]:
     axes = " ".join(f"{axis.kind}:{'?' if axis.size is None else axis.size}" for axis in site.axes)
     if site.branch is not None:
         axes = f"{axes} branch:{','.join(map(str, site.branch))}".strip()
-    source = os.path.relpath(site.source) if os.path.isabs(site.source) else site.source
-    source = min(source, site.source, key=len)
     specs = " ".join(str(sharding.spec) for sharding in jax.tree.leaves(site.sharding))
     on_each = _human(site.nbytes_per_device)
     size = _human(site.nbytes)
-    return (site.key, site.kind, site.spec, axes, size, specs, on_each, source)
+    return (site.key, site.kind, site.spec, axes, size, specs, on_each, near(site.source))
 
 
 def _human(nbytes: Any) -> str:

@@ -47,6 +47,11 @@ def is_traced(leaf: Any) -> bool:
     return isinstance(leaf, float | complex) or is_held(leaf)
 
 
+def is_typed(leaf: Any) -> bool:
+    """As `is_traced`, where nothing runs: a `jax.ShapeDtypeStruct` stands for an array."""
+    return isinstance(leaf, jax.ShapeDtypeStruct) or is_traced(leaf)
+
+
 class Structure:
     """A pytree without its dynamic leaves: its treedef, and the static leaves in their places.
 
