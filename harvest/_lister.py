@@ -21,9 +21,17 @@ from ._where import Choice, Choices, Sown
 # Parameters that say nothing, or what the types say.
 TACIT = (
     *("ft_in", "ft_out", "name", "preferred_element_type", "unroll", "donated_invars"),
-    *("num_consts", "cond_nconsts", "body_nconsts", "symbolic_zeros"),
+    *(
+        "shape",
+        "dtype",
+        "new_dtype",
+        "num_consts",
+        "cond_nconsts",
+        "body_nconsts",
+        "symbolic_zeros",
+    ),
 )
-LONGEST = 32  # characters of a parameter
+LONGEST = 20  # characters of a parameter
 
 Names = dict[Var, str]  # of the variables of a jaxpr
 Scope = tuple[UserScope, ...]

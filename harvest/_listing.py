@@ -60,12 +60,12 @@ class Line:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Its cells in the table: program, type, key, source, value."""
+        """Its cells in the table: program, type, key, value, source."""
         values = " ".join(map(summary, jax.tree.leaves(self.value)))
-        return "  " * self.depth + self.text, self.type, self.key, near(self.source), values
+        return "  " * self.depth + self.text, self.type, self.key, values, near(self.source)
 
 
-_HEADER = ("program", "type", "key", "source", "value")
+_HEADER = ("program", "type", "key", "value", "source")
 
 
 class Listing(Sequence[Line]):

@@ -5,6 +5,8 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
+from ._sparkline import has_range
+
 STYLE = "white-space: pre; font-family: monospace; overflow-x: auto; line-height: 1.4"
 
 
@@ -24,7 +26,7 @@ def _with_heat_maps(rows: Sequence[str], values: Sequence[Sequence[Any]]) -> str
     header, *lines = rows
     nodes = [figures.treescope_part_from_display_object(figures.bolded(header))]
     for line, arrays in zip(lines, values, strict=True):
-        maps = [render_array(array) for array in arrays if getattr(array, "ndim", 0)]
+        maps = [render_array(array) for array in arrays if has_range(array)]
         if not maps:
             nodes.append(parts.build_one_line_tree_node(parts.text(line)).renderable)
             continue

@@ -15,22 +15,34 @@ def summary(value: Any) -> str:
     The sparkline is of the flattened array: each block is the mean of a part, between the least and
     the largest of these, and `×` stands for a part with a NaN or an infinity.
     """
-    try:
-        array = np.asarray(value)
-    except Exception:  # keys of random numbers, values of hi types
-        return ""
-    if array.dtype == bool:
-        return f"{np.count_nonzero(array)} of {array.size} true" if array.ndim else str(array)
-    if array.size == 0 or not jnp.issubdtype(array.dtype, jnp.number):
+    array = _as_numbers(value)
+    if array is None or array.size == 0:
         return ""
     if array.ndim == 0:
-        return f"{array.item():.4g}" if jnp.issubdtype(array.dtype, jnp.inexact) else str(array)
-    array = abs(array) if jnp.issubdtype(array.dtype, jnp.complexfloating) else array
-    array = array.astype(np.float64)
+        return f"{array.item():.4g}" if array.dtype.kind in "fc" else str(array)
+    if array.dtype == bool:
+        return f"{np.count_nonzero(array)} of {array.size} true"
+    array = abs(array) if array.dtype.kind == "c" else array
     finite = array[np.isfinite(array)]
-    if not finite.size:
-        return f"{sparkline(array.ravel())} nothing finite"
-    return f"{sparkline(array.ravel())} {finite.min():.3g} .. {finite.max():.3g}"
+    blocks = sparkline(array.ravel())
+    return f"{blocks} {finite.min():.3g} .. {finite.max():.3g}" if finite.size else blocks
+
+
+def has_range(value: Any) -> bool:
+    """Whether it is an array of which a picture can be drawn."""
+    array = _as_numbers(value)
+    return array is not None and array.ndim > 0 and bool(np.isfinite(array).any())
+
+
+def _as_numbers(value: Any) -> np.ndarray | None:
+    """A value in a dtype of numpy's; None of keys of random numbers, and of values of hi types."""
+    try:
+        array = np.asarray(value)
+    except Exception:
+        return None
+    if jnp.issubdtype(array.dtype, jnp.floating):  # bfloat16 and smaller ones too
+        return array.astype(np.float64)
+    return array if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number) else None
 
 
 def sparkline(values: np.ndarray) -> str:

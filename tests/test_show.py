@@ -51,7 +51,7 @@ def test_lines():
         "b = args[1]",
         "c = scan[length=3] b a",
         "iteration i: d starts as b, e = a[i]",
-        "f = dot_general[dimension_numbers=(((1,),(0,)),((),()))] e d",
+        "f = dot_general e d",
         "g = tanh f",
         "h = add d g",
         "return h",
@@ -184,7 +184,6 @@ def test_text():
     assert line.index("layer/h") == header.index("key")
 
 
-@pytest.mark.filterwarnings("ignore:The chararray class:DeprecationWarning")  # treescope uses it
 @pytest.mark.parametrize("there", [True, False])
 def test_html(monkeypatch, there):
     if not there:
@@ -223,8 +222,10 @@ def test_types_are_enough_without_values():
         (np.array([True, False, True]), "2 of 3 true"),
         (np.arange(8.0), "▁▂▃▄▅▆▇█ 0 .. 7"),
         (np.array([0.0, np.nan, 7.0]), "▁×█ 0 .. 7"),
-        (np.array([np.inf, np.nan]), "×× nothing finite"),
+        (np.array([np.inf, np.nan]), "××"),
         (np.zeros((0, 3)), ""),
+        (jnp.array([0.0, 7.0], jnp.bfloat16), "▁█ 0 .. 7"),
+        (np.int8([-1, 1]), "▁█ -1 .. 1"),
         (np.array([3 + 4j, 0]), "█▁ 0 .. 5"),
         (np.ones(2), "▁▁ 1 .. 1"),
     ],
