@@ -61,11 +61,12 @@ def _inside_vmap(what: str) -> str:
 def check_stackable(reading: Reading, entry: Entry, what: str) -> None:
     dynamic = any(None in loops for _, loops in entry.innermost())
     if dynamic and not all(isinstance(part, Folded) for part in reading.parts):
+        before = "f, tangents" if what == "jvp" else "f"
         raise UnsupportedError(
             f"`{what}`: {entry.describe()} is inside a `while_loop`, whose trip count is not "
             "known, so that its values have no stack: combine them by a fold, as in "
-            f"`{what}(f, {{{entry.key!r}: harvest.folds.last()}})`; there are `at`, `count`, "
-            "`histogram`, `last`, `maximum`, `mean`, `moments`, `stack`, `top_k` and your own "
+            f"`{what}({before}, {{{entry.key!r}: harvest.folds.last()}})`; there are `at`, "
+            "`count`, `histogram`, `last`, `maximum`, `mean`, `moments`, `stack`, `top_k` and your own "
             "`harvest.Fold`"
         )
 
@@ -134,10 +135,10 @@ def occurrences(mine: Sequence[Row], rows: Sequence[Row], sown: Sequence[Row]) -
 def check_differentiable(entry: Entry, what: str) -> None:
     for inner, loops in entry.innermost():
         if None in loops:
+            backward = "" if what == "sweep" else ", and which has no backward pass"
             raise UnsupportedError(
                 f"`{what}`: {entry.describe()} is inside a `while_loop`, whose iterations are not "
-                "known beforehand, and which has no backward pass; use `lax.scan` or a `fori_loop` "
-                "with static bounds"
+                f"known beforehand{backward}; use `lax.scan` or a `fori_loop` with static bounds"
             )
         if what == "attribute" and any(map(_compat.is_hi_type, inner.marker.in_avals)):
             raise UnsupportedError(

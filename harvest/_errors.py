@@ -229,7 +229,8 @@ def nearest(key: str, sources: Mapping[str, str | None], what: str = "sites") ->
     """
     keys = sorted(sources)
     if not keys:
-        return "there are none"
+        hint = " (what `perturb` names is a site of a backward pass, as in `jax.grad(f)`)"
+        return "there are none" + (hint if what == "sites" else "")
     name = key.rpartition("/")[2]
     scoped = [k for k in keys if k.rpartition("/")[2] == name and k != key]
     if len(scoped) > 1 and key == name and not any(c in key for c in "*?"):

@@ -137,8 +137,9 @@ def sites(fn: Callable[..., Any]) -> Callable[..., Sites]:
 
     **Returns:**
 
-    A function of the arguments of `fn` (arrays, or `jax.ShapeDtypeStruct`s in their places) that
-    returns [`harvest.Sites`][]. Sites in structures that cannot be opened are in the table too.
+    A function of the arguments of `fn` (arrays or their types: a `jax.ShapeDtypeStruct`, or what
+    `jax.typeof` returns) that returns [`harvest.Sites`][]. Sites in structures that cannot be
+    opened are in the table too.
 
     **Raises:**
 

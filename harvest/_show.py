@@ -17,7 +17,7 @@ from ._plan import plan_reads
 from ._rewrite import as_noted, rewritten
 from ._site import Site
 from ._stage import Program, Transformed, trace_afresh, trace_cached
-from ._structure import is_typed
+from ._structure import is_traced, is_typed
 from ._walk import Walk
 from .folds import last
 
@@ -50,13 +50,14 @@ def show(fn: Callable[..., Any], *, values: bool = False) -> Callable[..., Listi
 
     **Returns:**
 
-    A function of the arguments of `fn` (arrays or, without `values`, `jax.ShapeDtypeStruct`s in
-    their places) that returns a [`harvest.Listing`][], a sequence of [`harvest.Line`][]s.
+    A function of the arguments of `fn` (arrays or, without `values`, their types: a
+    `jax.ShapeDtypeStruct`, or what `jax.typeof` returns) that returns a [`harvest.Listing`][],
+    a sequence of [`harvest.Line`][]s.
 
     **Raises:**
 
     - [`harvest.UnsupportedError`][]: with `values`, it is called under `jit` or another transform,
-        where there are no values yet, or with a `jax.ShapeDtypeStruct`.
+        where there are no values yet, or with a type in the place of an array.
     """
     return Show(fn, values)
 
@@ -74,11 +75,11 @@ class Show(Transformed):
         lister = Lister(program, _compat.defined_at(self.fn))
         if not self.values:
             return Listing(lister.lines)
-        if _compat.tracing() or any(isinstance(x, jax.ShapeDtypeStruct) for x in program.leaves):
+        if _compat.tracing() or not all(map(is_traced, program.leaves)):
             raise UnsupportedError(
                 "`show` has no values to show, since it was called under `jit` or another "
-                "transform, or with a `jax.ShapeDtypeStruct`; call it outside with arrays, or "
-                "without `values=True`"
+                "transform, or with a type in the place of an array; call it outside with arrays, "
+                "or without `values=True`"
             )
         return Listing(lister.with_values(_values(program, lister)))
 

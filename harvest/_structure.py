@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
@@ -48,8 +49,8 @@ def is_traced(leaf: Any) -> bool:
 
 
 def is_typed(leaf: Any) -> bool:
-    """As `is_traced`, where nothing runs: a `jax.ShapeDtypeStruct` stands for an array."""
-    return isinstance(leaf, jax.ShapeDtypeStruct) or is_traced(leaf)
+    """As `is_traced`, where nothing runs, and a type may stand for an array."""
+    return isinstance(leaf, jax.ShapeDtypeStruct | jax.core.ShapedArray) or is_traced(leaf)
 
 
 class Structure:

@@ -205,7 +205,9 @@ def test_a_slice_is_a_listing():
 
 def test_types_are_enough_without_values():
     shape = jax.ShapeDtypeStruct((4,), jnp.float32)
-    assert [x.text for x in harvest.show(jnp.sin)(shape)][-1] == "return b"
+    for typed in (shape, jax.typeof(X)):
+        assert [x.text for x in harvest.show(jnp.sin)(typed)][-1] == "return b"
+        assert [site.spec for site in harvest.sites(layers)(W, typed)] == ["f32[3,4]"]
     with pytest.raises(harvest.UnsupportedError, match="no values to show"):
         harvest.show(jnp.sin, values=True)(shape)
     with pytest.raises(harvest.UnsupportedError, match="no values to show"):
