@@ -66,8 +66,8 @@ def check_stackable(reading: Reading, entry: Entry, what: str) -> None:
             f"`{what}`: {entry.describe()} is inside a `while_loop`, whose trip count is not "
             "known, so that its values have no stack: combine them by a fold, as in "
             f"`{what}({before}, {{{entry.key!r}: harvest.folds.last()}})`; there are `at`, "
-            "`count`, `histogram`, `last`, `maximum`, `mean`, `moments`, `stack`, `top_k` and your own "
-            "`harvest.Fold`"
+            "`count`, `histogram`, `last`, `maximum`, `mean`, `moments`, `stack`, `top_k` and your "
+            "own `harvest.Fold`"
         )
 
 
