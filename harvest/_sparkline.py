@@ -24,6 +24,8 @@ def summary(value: Any) -> str:
         return f"{np.count_nonzero(array)} of {array.size} true"
     array = abs(array) if array.dtype.kind == "c" else array
     finite = array[np.isfinite(array)]
+    if finite.size == array.size and finite.min() == finite.max():
+        return f"all {finite.min():.4g}"
     blocks = sparkline(array.ravel())
     return f"{blocks} {finite.min():.3g} .. {finite.max():.3g}" if finite.size else blocks
 

@@ -229,7 +229,7 @@ def test_types_are_enough_without_values():
         (jnp.array([0.0, 7.0], jnp.bfloat16), "▁█ 0 .. 7"),
         (np.int8([-1, 1]), "▁█ -1 .. 1"),
         (np.array([3 + 4j, 0]), "█▁ 0 .. 5"),
-        (np.ones(2), "▁▁ 1 .. 1"),
+        (np.ones(2), "all 1"),
     ],
 )
 def test_summaries(value, expected):
