@@ -149,5 +149,6 @@ def _nothing(item: Any, found: list[Part], layers: list[Part], model: str) -> st
     what = f"satisfies the predicate `{name_of(item)}`"
     if isinstance(item, type | types.UnionType):
         what = f"is a `{getattr(item, '__name__', item)}`"
-        there = "there are " + ", ".join({type(part.node).__name__: 0 for part in layers} or "none")
+        kinds = dict.fromkeys(type(part.node).__name__ for part in layers) or ["none"]
+        there = f"there are {', '.join(kinds)}"
     return f"`tap`: no part of the `{model}` that can be called {what}; {there}"

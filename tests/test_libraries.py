@@ -173,6 +173,7 @@ MUTABLE = {
     "partial of a method": functools.partial(NET.encode),
     "partial with an argument": functools.partial(Net.encode, NET),
     "partial with a keyword": functools.partial(lambda x, net: net(x), net=NET),
+    "tapped": harvest.tap(NET, "linear"),
     "Partial of the module": jax.tree_util.Partial(NET),
     "Partial of a method": jax.tree_util.Partial(NET.encode),
     "Partial with an argument": jax.tree_util.Partial(Net.encode, NET),

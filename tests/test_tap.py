@@ -411,6 +411,16 @@ def test_nothing_is_chosen(where, match):
         tap(mlp(), where)
 
 
+def test_a_model_without_layers():
+    class Bare(eqx.Module):
+        size: int = 3
+
+    with pytest.raises(
+        harvest.UnknownSiteError, match="`Bare` that .* is a `Linear`; there are none$"
+    ):
+        tap(Bare(), eqx.nn.Linear)
+
+
 @pytest.mark.parametrize(
     "where, match",
     [
