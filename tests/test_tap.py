@@ -416,7 +416,7 @@ def test_a_model_without_layers():
         size: int = 3
 
     with pytest.raises(
-        harvest.UnknownSiteError, match="`Bare` that .* is a `Linear`; there are none$"
+        harvest.UnknownSiteError, match=r"`Bare` that .* is a `Linear`; there are none$"
     ):
         tap(Bare(), eqx.nn.Linear)
 
