@@ -24,6 +24,7 @@ from ._errors import GradError as GradError
 from ._errors import HarvestError as HarvestError
 from ._errors import HarvestWarning as HarvestWarning
 from ._errors import PlantError as PlantError
+from ._errors import ProcessError as ProcessError
 from ._errors import SelectError as SelectError
 from ._errors import ShardingError as ShardingError
 from ._errors import SiteTypeError as SiteTypeError
@@ -76,6 +77,7 @@ __all__ = [
     "Listing",
     "PlantError",
     "Predicate",
+    "ProcessError",
     "SelectError",
     "Sharded",
     "ShardingError",

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 from jax import lax
-from jax.experimental import hijax
+from jax.experimental import hijax, multihost_utils
 from jax.experimental.layout import Format
 from jax.extend import source_info_util
 from jax.extend.core import (
@@ -70,6 +70,18 @@ PLANTING = jax.make_user_context(False)
 
 # Where a `sow` would not be noticed, or None.
 UNSEEN = jax.make_user_context(None)
+
+
+# What the services of JAX's runtime raise.
+RUNTIME_ERROR = jax.errors.JaxRuntimeError
+
+
+def coordination_service() -> Any:
+    """The client of the service that `jax.distributed.initialize` starts: a store of keys.
+
+    JAX has no name of its own for it; Orbax and JAX's own checkpoints use the same object.
+    """
+    return multihost_utils.distributed.global_state.client  # pyright: ignore
 
 
 def tracing() -> bool:

@@ -194,6 +194,24 @@ class UnsupportedError(HarvestError, NotImplementedError):
     """
 
 
+class ProcessError(HarvestError, RuntimeError):
+    """Processes that are about to run different programs.
+
+    !!! Example
+
+        ```python
+        import harvest
+        import jax.numpy as jnp
+
+        step = harvest.debug.assert_same_program(jnp.sin, timeout=30)
+        try:
+            step(1.0)
+        except harvest.ProcessError as error:  # on every process, or on none
+            print(error)
+        ```
+    """
+
+
 class HarvestWarning(UserWarning):
     """Something that is allowed but probably a mistake, such as a plant that feeds nothing.
 

@@ -30,7 +30,9 @@ def check_select(select: Any, what: str = "select") -> Any:
     is_predicate = callable(select) and not isinstance(select, type | GenericAlias)
     if select is None or isinstance(select, str) or is_predicate:
         return select
-    if isinstance(select, Sequence | set | frozenset):
+    if isinstance(select, set | frozenset):
+        select = sorted(select, key=repr)  # which is the same in every process
+    if isinstance(select, Sequence):
         return tuple(check_select(s, what) for s in select)
     raise SelectError(
         f"`{what}` got {select!r} of type `{type(select).__name__}`; wanted None (all sites), a "

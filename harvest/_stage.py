@@ -18,7 +18,6 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 from jax.extend.core import Jaxpr
 
@@ -204,9 +203,7 @@ def _checked(fn: Any, name: str) -> Callable[..., Any]:
                 f"`{name}` got `{name_of(fn)}`, a generator or coroutine function, whose body does "
                 "not run when it is called; wanted a function that returns its result"
             )
-    held = [fn, getattr(fn, "__self__", None)]
-    if isinstance(fn, eqx.Module):  # a tapped model
-        held.append(getattr(fn, "module", None))
+    held = [fn, getattr(fn, "__self__", None), getattr(fn, "module", None)]  # of a tapped model
     if isinstance(fn, functools.partial):
         held += [fn.func, getattr(fn.func, "__self__", None), *fn.args, *fn.keywords.values()]
     for part in held:

@@ -19,6 +19,7 @@ from ._report import Fault as Fault
 from ._report import Range as Range
 from ._report import Report as Report
 from ._rewrite import as_watched, rewritten
+from ._same_program import assert_same_program as assert_same_program
 from ._select import Chosen, check_select, is_static
 from ._stage import Program, Transformed, trace_afresh, trace_cached
 from ._upstream import Upstream, variants
@@ -26,7 +27,7 @@ from ._walk import Walk
 from ._watch import Noted, Watch, WatchEquation, stats_of
 from ._where import choose
 
-__all__ = ["Fault", "Range", "Report", "nonfinite"]
+__all__ = ["Fault", "Range", "Report", "assert_same_program", "nonfinite"]
 
 
 def nonfinite(

@@ -1,7 +1,8 @@
 """A sharded program on several processes, against one process and numpy.
 
 Run as `python -m tests.distributed [PROCESSES ...]`, by default two; exits with 1 if anything
-differs. The processes have eight devices between them, and JAX's collectives for CPUs.
+differs, or if processes that are made to run different programs are not told so. They have eight
+devices between them, and JAX's collectives for CPUs.
 """
 
 import pickle
@@ -17,14 +18,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from .mismatch import wrong
 from .worker import Saved
 
 TIMEOUT = 300  # seconds, for all cases
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 
 
-def run(count: int, results: Path) -> list[dict[Any, Any]]:
-    """What each of so many processes has found."""
+def run(count: int, results: Path) -> list[tuple[dict[Any, Any], dict[str, Any]]]:
+    """What each of so many processes has found, and what errors it was told."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -108,17 +110,18 @@ def _differing(single: Saved, wanted: np.ndarray, pieces: Sequence[Saved]) -> It
 def main(counts: Sequence[int]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         results = Path(directory)
-        (alone,) = run(1, results)
-        wrong = []
+        ((alone, _),) = run(1, results)
+        failed = False
         for count in counts:
             start = time.monotonic()
-            parts = run(count, results)
-            found = list(differences(alone, parts))
+            parts, told = zip(*run(count, results), strict=True)
+            found = [*differences(alone, parts), *wrong(told)]
             seconds = time.monotonic() - start
-            print(f"{count} processes: {len(alone)} cases, {len(found)} differ ({seconds:.0f} s)")
+            cases = f"{len(alone)} cases and {len(told[0])} checks of programs"
+            print(f"{count} processes: {cases}, {len(found)} wrong ({seconds:.0f} s)")
             print(*found, sep="\n", end="\n" if found else "")
-            wrong += found
-    sys.exit(bool(wrong))
+            failed = failed or bool(found)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
