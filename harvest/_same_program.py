@@ -25,7 +25,7 @@ _CALLS = itertools.count()
 Description = Mapping[str, Sequence[str]]
 
 
-def assert_same_program[**P, T](fn: Callable[P, T], *, timeout: float = 60.0) -> Callable[P, T]:
+def assert_same_program[**P, T](fn: Callable[P, T], *, timeout: int | float = 60) -> Callable[P, T]:
     """As `fn`, but first checks that all processes are about to run the same program.
 
     In a program on several processes (`jax.distributed`) a process that collects or plants
@@ -72,7 +72,7 @@ def assert_same_program[**P, T](fn: Callable[P, T], *, timeout: float = 60.0) ->
     return checked
 
 
-def _check(fn: Callable[..., Any], args: Any, kwargs: Any, timeout: float) -> None:
+def _check(fn: Callable[..., Any], args: Any, kwargs: Any, timeout: int | float) -> None:
     call = next(_CALLS)
     error = None
     try:
@@ -88,7 +88,7 @@ def _check(fn: Callable[..., Any], args: Any, kwargs: Any, timeout: float) -> No
         raise error
 
 
-def _exchanged(call: int, mine: Description, timeout: float) -> list[Description]:
+def _exchanged(call: int, mine: Description, timeout: int | float) -> list[Description]:
     """What each process says of its program."""
     service, index = _compat.coordination_service(), jax.process_index()
     key = "harvest/same_program/{}/{}".format

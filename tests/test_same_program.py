@@ -1,4 +1,4 @@
-"""What is said of programs, and of where they differ; on several processes `tests.distributed` is."""
+"""What is said of programs, and where they differ. `tests.distributed` has several processes."""
 
 import jax
 import jax.numpy as jnp
