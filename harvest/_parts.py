@@ -145,6 +145,7 @@ def _nothing(item: Any, found: list[Part], layers: list[Part], model: str) -> st
     names = {part.name: None for part in found if part.path}
     there = nearest(item if isinstance(item, str) else "", names, "parts")
     if isinstance(item, str):
+        there = there if names else "there are none but itself, which '' stands for"
         return f"`tap`: {item!r} matches no part of the `{model}` that can be called; {there}"
     what = f"satisfies the predicate `{name_of(item)}`"
     if isinstance(item, type | types.UnionType):

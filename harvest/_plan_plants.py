@@ -80,8 +80,22 @@ def _edits(
     if _is_edit(plant):
         return [prepared(as_edit(plant), entry) for _, entry, _ in rows]
     if mode == "strict":
+        _check_alike(rows)
         return [prepared(Replace(plant), entry, mode) for _, entry, _ in rows]
     return _appended(plant, rows, stood_for, what)
+
+
+def _check_alike(rows: Sequence[Row]) -> None:
+    """Raise where no value could stand for all evaluations of a site."""
+    specs = list(dict.fromkeys(site.spec for _, _, site in rows))
+    if len(specs) > 1:
+        _, first, site = rows[0]
+        raise PlantError(
+            f"{first.describe()} is evaluated {len(rows)} times (`jax.checkpoint` repeats it in "
+            f"the backward pass), as {' and '.join(specs)}: differentiating has moved it out of "
+            "one of the loops, so that no value fits both; plant before differentiating: "
+            "`jax.grad(plant(f, ...))`, or plant a function"
+        )
 
 
 def _appended(

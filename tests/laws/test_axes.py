@@ -182,6 +182,23 @@ def test_differentiation_moves_what_does_not_depend_on_a_loop_out_of_it():
     np.testing.assert_allclose(stacked, jnp.stack([jnp.sin(w)] * 3))
 
 
+def test_what_is_hoisted_and_evaluated_again_takes_no_value():
+    """In a `checkpoint` the value is there once without, and once with the loop axis."""
+
+    def f(x, w):
+        block = jax.checkpoint(lambda x: x * harvest.sow(jnp.sin(w), name="h"))
+        return lax.scan(lambda x, _: (block(x), None), x, length=3)[0]
+
+    backward = jax.grad(f)
+    for value in (jnp.ones(()), jnp.ones(3)):
+        with pytest.raises(harvest.PlantError, match=r"evaluated 2 times .* f32\[\] and f32\[3\]"):
+            harvest.plant(backward, {"h": value})(1.0, 2.0)
+    doubled = harvest.plant(backward, {"h": lambda h: 2 * h})(1.0, 2.0)
+    np.testing.assert_allclose(doubled, (2 * jnp.sin(2.0)) ** 3, rtol=1e-5)
+    before = jax.grad(harvest.plant(f, {"h": jnp.ones(3)}))(1.0, 2.0)
+    assert before == 1
+
+
 def test_a_function_called_in_a_branch_and_elsewhere_is_not_warned_about():
     """JAX caches what it has batched, so that the warning must not be a part of it."""
     inner = jax.jit(lambda x: harvest.sow(jnp.sin(x), name="h"))
