@@ -1,6 +1,6 @@
 """All experiments, one after the other, and one table of what they found.
 
-python -m examples
+python -m examples [--seed N] [--out FOLDER]
 """
 
 import importlib
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import EXPERIMENTS
+from ._report import OTHER_RUN, options
 
 
 def main(seed: int = 0, out: str = "examples/out") -> None:
@@ -30,11 +31,13 @@ def main(seed: int = 0, out: str = "examples/out") -> None:
         for row in report.rows:
             table.add_row(*row.cells())
         table.add_section()
-        wrong += report.wrong
+        wrong += [f"{name}: {what}" for what in report.wrong]
     Console().print(table)
+    Console().print(OTHER_RUN, style="dim")
     if wrong:
-        raise SystemExit(f"Not as expected: {', '.join(wrong)}.")
+        raise SystemExit(f"Not as expected: {'; '.join(wrong)}.")
 
 
 if __name__ == "__main__":
-    main()
+    given = options()
+    main(given.seed, given.out)

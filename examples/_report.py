@@ -1,10 +1,11 @@
 """What an example shows on the terminal: its progress, and its results beside what is expected."""
 
+import argparse
 import contextlib
 import math
 import pathlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
@@ -15,6 +16,19 @@ from rich.table import Table
 
 # Runtime type checkers do not take an `int` for a `float`.
 type Number = int | float
+
+OTHER_RUN = (
+    '"Other run": the same experiment, from independent code that was thrown away afterwards '
+    "(JAX 0.12.0, Equinox 0.13.8)."
+)
+
+
+def options() -> argparse.Namespace:
+    """What the command line says: `--seed N` and `--out FOLDER`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0, help="what is random follows from it")
+    parser.add_argument("--out", default="examples/out", help="the folder for figures")
+    return parser.parse_args()
 
 
 class Row(NamedTuple):
@@ -90,6 +104,8 @@ class Report:
         for row in self.rows:
             table.add_row(*row.cells())
         self.console.print(table)
+        if any("other run" in row.because for row in self.rows):
+            self.console.print(OTHER_RUN, style="dim")
         return self
 
     @property
@@ -97,13 +113,17 @@ class Report:
         """What is not as expected."""
         return [row.what for row in self.rows if not row.ok]
 
-    def exit(self) -> None:
-        """**Raises:**
+    @staticmethod
+    def run(main: Callable[[int, str], "Report"]) -> None:
+        """Runs an example with the [`options`][] of the command line.
+
+        **Raises:**
 
         `SystemExit` if something is not as expected.
         """
-        if self.wrong:
-            raise SystemExit(f"Not as expected: {', '.join(self.wrong)}.")
+        given = options()
+        if wrong := main(given.seed, given.out).wrong:
+            raise SystemExit(f"Not as expected: {'; '.join(wrong)}.")
 
     def _done(self, what: str, start: float) -> None:
         self.console.print(f"{what} [dim]({time.perf_counter() - start:.1f} s)")

@@ -8,7 +8,8 @@ two layers of attention, of which the first tells the keys of the second which t
 them (Elhage et al., 2021, "A Mathematical Framework for Transformer Circuits").
 
 1. A model of two layers learns it; one of a single layer, trained alike, does not.
-2. What their heads attend to: the attention patterns are collected.
+2. What their heads attend to: the attention patterns are collected. The first layer looks at the
+   token before only as long as a first block can last: what is copied later is copied from there.
 3. Each wire from a head of the first layer to the queries, keys or values of the second is cut, by
    planting the head's mean output for that one reader (path patching): the keys alone need it.
 
@@ -128,21 +129,22 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
         report.save(figure, "induction_heads.png")
 
     mean = lambda values: float(np.mean(values, where=known))
-    copied, expect = mean(loss), report.expect
+    copied, expect, keys = mean(loss), report.expect, "Elhage et al.: K-composition"
     expect("loss, two layers", copied, 0, 0.05, f"a guess costs {math.log(VOCAB):.2f}")
     expect("... tokens given P > 1/2", mean(loss < math.log(2)), 0.99, 1, "it copies")
-    expect("... one layer", mean(loss_one), 2, math.inf, "Elhage et al.: it takes two")
-    expect("induction score, best of layer 1", float(scores.max()), 0.95, 1, "Olsson et al.")
+    expect("... one layer", mean(loss_one), 2, math.inf, "Elhage et al.: skip-trigrams")
+    best = float(scores.max())
+    expect("induction score, best of layer 1", best, 0.95, 1, "Olsson et al.: prefix matching")
     expect("... of one layer", float(alone.max()), 0, 0.2, "no head can")
     distance = int(distances[previous].argmax())
-    expect(f"head 0.{previous} looks back by", distance, 1, 1, "Elhage et al.: K-composition")
+    expect(f"head 0.{previous} looks back by", distance, 1, 1, keys)
     uncut = float(abs(wires[:, 0] - copied).max())
     expect("loss changed by cutting nothing", uncut, 0, 1e-5, "an identity")
     bounds = {"Q": (0, 0.1), "K": (3, math.inf), "V": (0, 0.1)}
     for (name, bound), loss in zip(bounds.items(), wires[:, -1], strict=True):
-        expect(f"... layer 0 cut from {name}", float(loss), *bound, "Elhage et al.")
+        expect(f"... layer 0 cut from {name}", float(loss), *bound, keys)
     return report.finish()
 
 
 if __name__ == "__main__":
-    main().exit()
+    Report.run(main)

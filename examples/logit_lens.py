@@ -12,7 +12,8 @@ the logit lens (nostalgebraist, 2020, "interpreting GPT: the logit lens"; tested
    for two thirds of the layers, none at the end.
 3. What each token of one prompt would be followed by, after each layer.
 
-Takes about ten seconds, and writes its figure to `examples/out`.
+Takes about ten seconds, and writes its figure to `examples/out`. "Other run" in the table: the same
+from independent code that was thrown away (JAX 0.12.0, Equinox 0.13.8).
 """
 
 import math
@@ -30,7 +31,7 @@ from ._report import Report
 from .figures import logit_lens as figures
 from .models import smollm2
 
-PROMPTS = {
+PROMPTS = {  # and the answer to each, of which the first token is read
     "The capital of France is": " Paris",
     "The capital of Japan is": " Tokyo",
     "The Eiffel Tower is located in the city of": " Paris",
@@ -79,6 +80,12 @@ def read(
     return readings, jax.nn.softmax(logits).max(axis=-1)
 
 
+def leads_after(ahead: Int[np.ndarray, " layers"]) -> int | None:
+    """How many layers have been read when the answer leads for good; `None` if it never does."""
+    layers = int(np.flatnonzero(ahead > 0).max(initial=-1)) + 1
+    return layers if layers < len(ahead) else None
+
+
 def main(seed: int = 0, out: str = "examples/out") -> Report:
     """Runs everything; nothing here is random, and `seed` is not used."""
     report = Report(out)
@@ -94,8 +101,9 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
         last = np.asarray(length) - 1
         ahead = readings.ahead[np.arange(len(last)), :, last]  # (prompts, layers)
     for line, (prompt, answer) in zip(ahead, PROMPTS.items(), strict=True):
-        first = int(np.flatnonzero(line > 0).max()) + 1
-        report.console.print(f"  {prompt!r}: {answer!r} leads from layer {first} on")
+        layers = leads_after(line)
+        what = "does not lead" if layers is None else f"leads once {layers} layers have been read"
+        report.console.print(f"  {prompt!r}: {answer!r} {what}")
 
     with report.step("Drawing"):
         shown = slice(0, last[DRAWN] + 1)
@@ -109,10 +117,11 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
     difference = np.abs(readings.probability[:, -1] - own)
     off = max(float(row[: n + 1].max()) for row, n in zip(difference, last, strict=True))
     nearer = int(np.sum(ahead[:, 27] < ahead[:, 20]))
-    expect = report.expect
-    expect("words ahead, 20 layers, least", ahead[:, 20].min(), 101, math.inf, "undecided")
-    expect("... 30 layers, most", ahead[:, 30].max(), 0, 0, "the model knows them")
-    expect("prompts with fewer at 27 than 20", nearer, len(last), len(last), "said late")
+    expect, n = report.expect, len(last)
+    late = "nostalgebraist: late"
+    expect("words ahead, 20 layers, least", ahead[:, 20].min(), 101, math.inf, late)
+    expect("... 30 layers, most", ahead[:, 30].max(), 0, 0, "so chosen")
+    expect("prompts with fewer at 27 than 20", nearer, n, n, late)
     expect("ahead of ' Paris', least of 0-23", ahead[0, :24].min(), 2000, math.inf, "other run")
     expect("... 24 layers", ahead[0, 24], 350, 440, "other run")
     expect("last layer, lens and model", off, 0, 1e-4, "same computation")
@@ -120,4 +129,4 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
 
 
 if __name__ == "__main__":
-    main().exit()
+    Report.run(main)

@@ -23,44 +23,20 @@ import harvest
 
 from ._report import Report
 from .figures import quickstart as figures
-from .models import smollm2
+from .models import induction, smollm2
+from .models.induction import PERIOD
 
 PROMPT, ANSWER = "The capital of France is", " Paris"
-PERIOD = 40  # tokens before a sequence repeats itself
 PREVIOUS = 16, 0  # attends to the token before: what it writes is what induction heads look for
 
 
-def induction_scores(
-    pattern: Float[Array, "layers batch heads T T"],
-) -> Float[Array, "layers heads"]:
-    """How much each head attends from a repeated token to the one after its first copy."""
-    diagonal = jnp.diagonal(pattern, offset=1 - PERIOD, axis1=-2, axis2=-1)
-    # The first entry belongs to the last token of the first half, which repeats nothing.
-    return jnp.mean(diagonal[..., 1:], axis=(1, 3))
-
-
-def strongest_first(scores: Float[np.ndarray, "layers heads"]) -> Int[np.ndarray, "n 2"]:
-    """The `(layer, head)` pairs of all heads."""
-    order = np.unravel_index(np.argsort(-scores, axis=None), scores.shape)
-    return np.stack(order, axis=1)
-
-
-def all_but(
-    heads: Int[np.ndarray, "n 2"], scores: Float[np.ndarray, "layers heads"]
-) -> Float[Array, "layers heads 1"]:
-    """What the output of every head is multiplied by, to silence some."""
-    return jnp.ones((*scores.shape, 1)).at[heads[:, 0], heads[:, 1]].set(0)
-
-
 @eqx.filter_jit
-def losses(
+def silenced(
     model: smollm2.SmolLM2, tokens: Int[Array, "batch T"], keep: Float[Array, "layers heads 1"]
 ) -> Float[Array, " T-1"]:
     """The loss at each token but the first, with the output of every head times `keep`."""
     heads = harvest.each(harvest.scale(keep))
-    logits = harvest.plant(jax.vmap(model), {"z": heads})(tokens)
-    log_p = jax.nn.log_softmax(logits[:, :-1])
-    return -jnp.mean(jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0], axis=0)
+    return harvest.plant(induction.losses, {"z": heads})(model, tokens)
 
 
 @eqx.filter_jit
@@ -91,19 +67,19 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
         report.console.print(f"  {probability[i]:.3f} {tokenizer.decode([i])!r}")
 
     with report.step("Scoring the attention patterns of all heads"):
-        half = jax.random.randint(token_key, (4, PERIOD), 0, len(model.embedding))
-        tokens = jnp.tile(half, (1, 2))
+        tokens = induction.repeated(token_key, 4, len(model.embedding))
         pattern = harvest.reap(eqx.filter_vmap(model), "pattern")(tokens)["pattern"]
-        scores = np.asarray(induction_scores(pattern))
-        ranked = strongest_first(scores)
+        scores = np.asarray(induction.scores(pattern))
+        ranked = induction.strongest_first(scores)
 
     with report.step("Silencing the three strongest heads, then three others"):
         others = ranked[3:][(ranked[3:] != PREVIOUS).any(axis=1)]
         others = np.asarray(jax.random.choice(head_key, others, (3,), replace=False))
-        silenced = {"nothing": ranked[:0], "induction heads": ranked[:3], "random heads": others}
+        off = {"nothing": ranked[:0], "induction heads": ranked[:3], "random heads": others}
         curves = {}
-        for name, heads in silenced.items():
-            curves[name] = np.asarray(losses(model, tokens, all_but(heads, scores)))
+        for name, heads in off.items():
+            keep = induction.all_but(heads, scores)
+            curves[name] = np.asarray(silenced(model, tokens, keep))
 
     with report.step(f"Differentiating log P({ANSWER!r}) at every layer"):
         gradients = residual_gradients(model, jnp.asarray(prompt), answer)
@@ -135,4 +111,4 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
 
 
 if __name__ == "__main__":
-    main().exit()
+    Report.run(main)

@@ -7,7 +7,7 @@ directions as far apart as can be (Elhage et al., 2022, arXiv:2209.10652). A spa
 finds these directions from the channels alone (Cunningham et al., 2023, arXiv:2309.08600).
 
 1. 24 models of two channels are trained at once, on features that are rarer and rarer: they hold
-   two dimensions of them all, then four in a square, then five in a pentagon.
+   two dimensions of them all, then four as two pairs of opposites, then five as a pentagon.
 2. A model of 16 channels learns to hold 40. Its hidden values are collected, and an autoencoder is
    trained on them.
 3. The autoencoder is planted where they were collected, and each of its latents is set to one, to
@@ -58,7 +58,7 @@ def errors(toys: Toy, x: Float[Array, "sparsities batch n"]) -> Float[Array, "sp
 
 
 def loss_sae(sae: SAE, toy: Toy, x: Float[Array, "batch n"]) -> Float[Array, ""]:
-    """What the autoencoder does not know of what is hidden, and how many latents it takes."""
+    """What the autoencoder does not know of what is hidden, and the sum of its latents (L1)."""
     hidden = harvest.reap(jax.vmap(toy), "hidden")(x)["hidden"]
     known, acts = harvest.capture(jax.vmap(sae), "latents", mode="strict")(hidden)
     missed = jnp.sum((known - hidden) ** 2, axis=1)
@@ -128,12 +128,13 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
         report.save(figure, "superposition.png")
 
     expect, score = report.expect, lambda cosine: float(cosine.max(axis=1).mean())
-    lengths, square, pentagon = float((best[0] ** 2).sum()), gaps(best[2]), gaps(best[4])
+    lengths = float((best[0] ** 2).sum())
     expect("never zero: all lengths squared", lengths, 1.9, 2.1, "a projection on two channels")
-    expect(f"P = {PRESENT[2]}: features held", len(square), 4, 4, "Elhage et al.: a square")
-    expect(f"P = {PRESENT[4]}: features held", len(pentagon), 5, 5, "Elhage et al.: a pentagon")
-    off = float(np.max(abs(pentagon - 72), initial=0))
-    expect("... angles off 72 degrees, at most", off, 0, 1, "Elhage et al.: a pentagon")
+    for i, n, shape in ((2, 4, "antipodal pairs"), (4, 5, "a pentagon")):
+        between, paper = gaps(best[i]), f"Elhage et al.: {shape}"
+        expect(f"P = {PRESENT[i]}: features held", len(between), n, n, paper)
+        off = float(np.max(abs(between - 360 / n), initial=0))
+        expect(f"... angles off {360 / n:.0f} degrees, at most", off, 0, 1, paper)
     expect("mean largest cosine, autoencoder", score(found), 0.99, 1, "it finds the features")
     expect("... random directions", score(before), 0, 0.7, "which are none of them")
     expect("output lost by the autoencoder, share", lost, 0, 0.05, "it knows what is hidden")
@@ -146,4 +147,4 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
 
 
 if __name__ == "__main__":
-    main().exit()
+    Report.run(main)

@@ -135,4 +135,4 @@ def main(seed: int = 0, out: str = "examples/out") -> Report:
 
 
 if __name__ == "__main__":
-    main().exit()
+    Report.run(main)

@@ -47,7 +47,9 @@ def test_there_is_a_test_of_each():
 def test_induction_heads(run):
     report, measured = run(induction_heads, STEPS=100, BATCH=8)
     assert measured["loss, two layers"] > 1 and "loss, two layers" in report.wrong
-    assert "... layer 0 cut from K" in measured
+    # The second layer does not build on the first yet, but it does read it.
+    cut = measured["... layer 0 cut from K"] - measured["loss, two layers"]
+    assert 1e-5 < abs(cut) < 0.1
     assert measured["loss changed by cutting nothing"] < 1e-5
 
 
@@ -72,7 +74,7 @@ def test_induction_survey(run, monkeypatch):
     model, tokenizer = smollm2.load()
     early = eqx.tree_at(lambda m: m.blocks, model, jax.tree.map(lambda w: w[:5], model.blocks))
     monkeypatch.setattr(smollm2, "load", lambda: (early, tokenizer))
-    _, measured = run(induction_survey, DRAWS=1)
+    _, measured = run(induction_survey, DRAWS=1, SEQUENCES=4)
     assert measured["listed heads in the first 7"] == 0
     # Nothing this early copies, so that a repeated half is as hard as the first.
     assert measured["loss, second half"] == pytest.approx(measured["loss, first half"], rel=0.1)
@@ -83,7 +85,7 @@ def test_ioi(run):
     prompt = "When Mary met John, {} spoke to"
     constants = {"CLEAN": prompt.format("John"), "CORRUPTED": prompt.format("Mary")}
     report, measured = run(ioi, **constants, NAMES=ioi.NAMES[:3])
-    assert measured["right names, of 24"] == 6 and "right names, of 24" in report.wrong
+    assert measured["right names, of 6"] == 6
     assert measured["... sum of the parts, off by"] < 1e-4
     assert measured["restored before the names differ"] < 1e-4
     assert measured["... there, layer 29"] == pytest.approx(1, abs=1e-3)
@@ -93,7 +95,8 @@ def test_causal_tracing(run):
     report, _ = run(
         causal_tracing, FACTS=causal_tracing.FACTS[:1], N_NOISE=1, MIDDLES=range(3, 30, 18)
     )
-    assert not report.wrong
+    # Of this subject, "iffel" is the token that tells, and not the last.
+    assert report.wrong == ["... at the subject's last token"]
 
 
 def test_logit_lens(run):
@@ -105,5 +108,5 @@ def test_steering(run):
     report, measured = run(
         steering, PROMPTS=steering.PROMPTS[:1], DOSES=(-1.0, 0.0, 1.0), NEW=2, N_RANDOM=1
     )
-    assert report.rows[0].measured == 1
-    assert all(row.ok for row in report.rows[3:])  # the first three count prompts, to four
+    # With one prompt and three doses, a single random vector may do as well.
+    assert {*report.wrong} <= {"random vectors that rise on all", "... random, largest"}

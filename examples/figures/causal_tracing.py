@@ -21,7 +21,8 @@ def tracing(
     - `maps`: for `"mlp_out"` and `"attn_out"`.
     - `words`: the tokens of that prompt.
     - `middles`: the layers in the middle of the windows.
-    - `curves`: likewise, for all facts, at one token of each.
+    - `curves`: likewise, for all facts, at one token of each, and for MLPs in `"mlp_out, end"` at
+        the last token of each subject.
     """
     fig, axes = plt.subplots(
         1, 3, figsize=(14, 5.5), layout="constrained", width_ratios=(1, 1, 1.1)
@@ -40,13 +41,14 @@ def tracing(
     label = "restored (0: as with noise, 1: as without)"
     fig.colorbar(left[0].images[0], ax=left, label=label, pad=0.01)
 
-    where = {"mlp_out": "best token of the subject", "attn_out": "last token"}
-    styles = {"mlp_out": ("-", "o"), "attn_out": ("--", "s")}
-    for key, values in curves.items():
-        style, marker = styles[key]
-        right.plot(middles, values.T, style, color="0.75", lw=0.7)
-        options = {"color": "black", "marker": marker, "label": f"{names[key]}, {where[key]}"}
-        right.plot(middles, values.mean(axis=0), style, **options)
+    styles = {"mlp_out": ("-", "o", "black", "MLPs, best token of the subject")}
+    styles |= {"mlp_out, end": (":", "o", "white", "MLPs, last token of the subject")}
+    styles |= {"attn_out": ("--", "s", "black", "attention, last token")}
+    for key, (style, marker, color, name) in styles.items():
+        if color == "black":
+            right.plot(middles, curves[key].T, style, color="0.75", lw=0.7)
+        options = {"color": "black", "marker": marker, "mfc": color, "label": name}
+        right.plot(middles, curves[key].mean(axis=0), style, **options)
     right.axhline(0, color="black", linestyle=":", lw=0.8)
     right.set(title="All facts (grey), and their mean", ylabel=label)
     right.set(xlabel="middle of the window (layer)", ylim=(-0.05, 1.1))

@@ -28,7 +28,9 @@ def induction_heads(
     - `cuts`: which heads those are.
     """
     fig, axes = plt.subplots(2, 2, figsize=(11, 9.5), layout="constrained")
-    titles = ["attends to the previous token", "attends to what came next"]
+    longest = int(period.max())
+    titles = [f"attends to the previous token\nup to token {longest}, as long as a block can be"]
+    titles += ["attends to what came next\nwhen its token was there before"]
     for ax, title, (name, pattern) in zip(axes[0], titles, patterns.items(), strict=True):
         ax.imshow(np.asarray(pattern), cmap="Greys", vmin=0, vmax=1)
         ax.set(title=f"Head {name} {title}", xlabel="token attended to", ylabel="token")

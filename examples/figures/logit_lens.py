@@ -1,5 +1,6 @@
 """The figure of `logit_lens`."""
 
+import itertools
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
@@ -36,13 +37,15 @@ def logit_lens(
             color = "white" if probability[layer, token] > 0.5 else "black"
             text = repr(word)[1:-1].strip() or "␣"
             table.text(token, layer, text, size=7, color=color, ha="center", va="center")
-    table.set(title="Likeliest next word", xlabel="token", ylabel="layers read")
+    table.set(
+        title="Likeliest next word (␣: nothing but spaces)", xlabel="token", ylabel="layers read"
+    )
     table.set_xticks(range(len(prompt)), prompt, rotation=30)
     label = "probability of the likeliest word (0: none, 1: certain)"
     fig.colorbar(image, ax=table, label=label, pad=0.01)
 
-    markers = "os^Dv"
-    for label, line, marker in zip(labels, ahead, markers, strict=True):
+    markers = itertools.cycle("os^Dv")
+    for label, line, marker in zip(labels, ahead, markers, strict=False):
         ranks.plot(line, "-", marker=marker, color="black", markersize=4, lw=0.7, label=label)
     ranks.set(title="Words that are likelier than the answer", xlabel="layers read")
     ranks.set_yscale("symlog", linthresh=1)

@@ -232,9 +232,43 @@ def encode(
     tokenizer: Any, texts: Sequence[str]
 ) -> tuple[Int[Array, "texts T"], Int[Array, " texts"]]:
     """The tokens of texts, padded at the end to one length, and how many of them are real."""
-    ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
+    ids = _ids(tokenizer, texts)
     tokens = np.asarray(list(itertools.zip_longest(*ids, fillvalue=0))).T
     return jnp.asarray(tokens), jnp.asarray([len(i) for i in ids])
+
+
+def encode_equal(tokenizer: Any, texts: Sequence[str]) -> Int[Array, "texts T"]:
+    """The tokens of texts, none of which needs padding.
+
+    **Raises:**
+
+    `ValueError` if the texts have not equally many tokens.
+    """
+    ids = _ids(tokenizer, texts)
+    for text, i in zip(texts, ids, strict=True):
+        if len(i) != len(ids[0]):
+            was = f"{texts[0]!r} has {len(ids[0])} tokens, and {text!r} has {len(i)}"
+            raise ValueError(f"{was}; they are compared token by token, and need as many")
+    return jnp.asarray(ids)
+
+
+def encode_words(tokenizer: Any, words: Sequence[str]) -> Int[Array, " words"]:
+    """The token that each word is; most words begin with a space.
+
+    **Raises:**
+
+    `ValueError` if a word is several tokens.
+    """
+    ids = _ids(tokenizer, words)
+    for word, i in zip(words, ids, strict=True):
+        if len(i) != 1:
+            parts = [tokenizer.decode([token]) for token in i]
+            raise ValueError(f"{word!r} is the tokens {parts}; choose a word that is one token")
+    return jnp.asarray(ids)[:, 0]
+
+
+def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    return [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
 
 
 def _rope(x: Float[Array, "T heads K"], base: float) -> Float[Array, "T heads K"]:

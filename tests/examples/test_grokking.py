@@ -1,5 +1,7 @@
 """A model that adds: its parts, and what it is like without a frequency, against numpy."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,11 @@ import pytest
 
 import harvest
 from examples import grokking
+from examples._report import Report
 from examples.models import modular
 
 P = grokking.P
+FREQUENCIES = np.arange(1, 27)  # of a number between 0 and 52
 PAIRS = np.stack(np.divmod(np.arange(P * P), P), axis=1)
 
 
@@ -53,6 +57,20 @@ def test_model(model):
     assert list(acts) == "embed q k v pattern z resid_mid mlp_post resid_post".split()
 
 
+def test_when_it_knows_what_is_taught():
+    seen = np.array([[50, 0.9, 0.5, 0], [100, 1, 0.6, 0], [150, 0.99, 0.7, 0], [200, 1, 0.8, 0]])
+    assert grokking.knows_at(seen) == 100
+    assert grokking.knows_at(seen[::2]) == math.inf  # nothing learnt is not learnt at step 0
+
+
+def test_steps_that_are_no_whole_number_of_looks(monkeypatch, tmp_path):
+    monkeypatch.setattr(grokking, "STEPS", 5)
+    monkeypatch.setattr(grokking, "CHUNK", 2)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        _, seen = grokking.train(0, PAIRS, Report(tmp_path))
+    assert seen[:, 0].tolist() == [2, 4, 5]
+
+
 def test_losses(model):
     pairs = PAIRS[::300]
     expected = np.stack([logits(model, *neurons(model, pair)) for pair in pairs])
@@ -63,7 +81,7 @@ def test_losses(model):
 
 @pytest.mark.parametrize("numbers", [np.arange(P), PAIRS.sum(axis=1)], ids=["numbers", "sums"])
 def test_waves_are_an_orthonormal_basis(numbers):
-    basis = np.asarray(grokking.waves(grokking.FREQUENCIES, numbers)).swapaxes(0, 1)
+    basis = np.asarray(grokking.waves(FREQUENCIES, numbers)).swapaxes(0, 1)
     basis = basis.reshape(len(numbers), -1)
     assert basis.shape[1] == P - 1  # all that depends on a remainder, but for the mean
     np.testing.assert_allclose(basis.T @ basis, np.eye(P - 1), atol=1e-5)
@@ -76,7 +94,7 @@ def test_taking_out_a_frequency(model):
     fits = [np.stack([f(2 * np.pi * k * sums / P) for f in (np.cos, np.sin)], 1) for k in (1, 17)]
     acts = np.hstack(fits) @ rng.normal(size=(4, 256)) + rng.normal(size=(P * P, 256))
     planted = harvest.plant(grokking.losses, {"mlp_post": jnp.asarray(acts, jnp.float32)})
-    wave = grokking.waves(grokking.FREQUENCIES, sums)
+    wave = grokking.waves(FREQUENCIES, sums)
     along = jnp.einsum("fnw,nm->fwm", wave, jnp.asarray(acts, jnp.float32))
     grid = {"wave": harvest.per_example(wave), "along": along}
     swept = harvest.sweep(planted, "mlp_post", grokking.take_out, grid)(model, PAIRS)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import harvest
-from examples import induction_survey, quickstart
+from examples import induction_survey
+from examples.models import induction
 
 FEW = 3  # layers
 
@@ -21,8 +22,7 @@ def small(model):
 
 @pytest.fixture(scope="module")
 def tokens():
-    half = jax.random.randint(jax.random.key(0), (2, quickstart.PERIOD), 0, 49152)
-    return jnp.tile(half, (1, 2))
+    return induction.repeated(jax.random.key(0), 2, 49152)
 
 
 def test_previous_scores():
@@ -33,23 +33,19 @@ def test_previous_scores():
     np.testing.assert_allclose(got, [[1, 0.2, 0.6]], rtol=1e-6)
 
 
-def test_strongest_first():
-    scores = np.array([[0.1, 0.7], [0.9, 0.3]])
-    assert quickstart.strongest_first(scores).tolist() == [[1, 0], [0, 1], [1, 1], [0, 0]]
-    keep = quickstart.all_but(quickstart.strongest_first(scores)[:2], scores)
-    np.testing.assert_array_equal(keep[..., 0], [[1, 0], [0, 1]])
-
-
 def test_a_silenced_head_has_no_output_weights(small, tokens):
     """The loss with heads silenced is that of a model whose weights for them are zero."""
     heads = np.array([[1, 2], [2, 5]])
-    keep = quickstart.all_but(heads, np.zeros((FEW, 9)))
+    keep = induction.all_but(heads, np.zeros((FEW, 9)))
     where = lambda model: model.blocks.attention.output
     cut = eqx.tree_at(where, small, where(small).at[heads[:, 0], heads[:, 1]].set(0))
     ones = jnp.ones((FEW, 9, 1))
-    got, expected = quickstart.losses(small, tokens, keep), quickstart.losses(cut, tokens, ones)
+    got, expected = (
+        induction_survey.silenced(small, tokens, keep),
+        induction_survey.silenced(cut, tokens, ones),
+    )
     np.testing.assert_allclose(got, expected, rtol=1e-4)
-    assert not np.allclose(got, quickstart.losses(small, tokens, ones), atol=0.01)
+    assert not np.allclose(got, induction_survey.silenced(small, tokens, ones), atol=0.01)
 
 
 @pytest.mark.parametrize("key", ["k_in", "q_in", "v_in"])
@@ -74,9 +70,9 @@ def test_what_a_head_wrote_is_taken_out(small, tokens, key):
         return jnp.stack(patterns)
 
     patterns = eqx.filter_jit(jax.vmap(by_hand, out_axes=1))(tokens)
-    np.testing.assert_allclose(got, quickstart.induction_scores(patterns), rtol=1e-2, atol=1e-5)
+    np.testing.assert_allclose(got, induction.scores(patterns), rtol=1e-2, atol=1e-5)
     intact = harvest.reap(jax.vmap(small), "pattern")(tokens)["pattern"]
-    change = abs(got - quickstart.induction_scores(intact)).max(axis=1)
+    change = abs(got - induction.scores(intact)).max(axis=1)
     # Values of layer 1 reach the patterns of layer 2 first.
     first = layer + 1 + (key == "v_in")
     assert change[:first].max() < 1e-6 and change[first:].min() > 1e-5
@@ -86,9 +82,9 @@ def test_heads_of_the_survey(model, tokens):
     """The strongest heads, and what the strongest needs in its keys."""
     tokens = tokens[:1]
     pattern = harvest.reap(eqx.filter_vmap(model), "pattern")(tokens)["pattern"]
-    scores = np.asarray(quickstart.induction_scores(pattern))
-    assert tuple(quickstart.strongest_first(scores)[0]) == induction_survey.INDUCTION[0]
-    before = quickstart.strongest_first(np.asarray(induction_survey.previous_scores(pattern)))
+    scores = np.asarray(induction.scores(pattern))
+    assert tuple(induction.strongest_first(scores)[0]) == induction_survey.INDUCTION[0]
+    before = induction.strongest_first(np.asarray(induction_survey.previous_scores(pattern)))
     assert set(map(tuple, before[:2].tolist())) == set(induction_survey.PREVIOUS[:2])
     for key, low, high in [("k_in", 0, 0.2), ("q_in", 0.6, 1.2)]:
         left = induction_survey.without(model, tokens, *induction_survey.PREVIOUS[0], key)

@@ -84,6 +84,41 @@ def test_an_estimate_is_the_gradient_times_the_change(model, metric, prompts, ac
     np.testing.assert_allclose(estimate[17, 4], metric(model, corrupted) + slope, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("constants", "message"),
+    [
+        ({"NAMES": ["Mary", "John", "Ulaanbaatar"]}, "' Ulaanbaatar' is the tokens"),
+        ({"ANSWER": " Ulaanbaatar"}, "' Ulaanbaatar' is the tokens"),
+        ({"CORRUPTED": "When Mary left"}, "has 14 tokens, and 'When Mary left' has 3"),
+    ],
+    ids=["name", "answer", "prompt"],
+)
+def test_what_would_be_compared_token_by_token(loaded, monkeypatch, tmp_path, constants, message):
+    monkeypatch.setattr(ioi.smollm2, "load", lambda: loaded)
+    for name, value in constants.items():
+        monkeypatch.setattr(ioi, name, value)
+    with pytest.raises(ValueError, match=message):
+        ioi.main(out=str(tmp_path))
+
+
+def test_attribution_is_worse_for_the_residual_stream(model, metric, prompts, acts):
+    clean, corrupted = prompts
+    (second,) = np.flatnonzero(clean != corrupted)
+    grid = harvest.grid(position=jnp.arange(len(clean)))
+    args = {"resid_post": acts["resid_post"]}, ioi.at_position, grid
+    estimate = harvest.attribute(metric, *args)(model, corrupted)["resid_post"]
+
+    # At the last layer, the metric is all but linear; at the first, it is not.
+    @eqx.filter_jit
+    def patched(layer):
+        clean = harvest.at(layer, lambda r: r.at[second].set(acts["resid_post"][layer, second]))
+        return harvest.plant(metric, {"resid_post": clean})(model, corrupted)
+
+    worst, exact = metric(model, corrupted), patched(jnp.asarray(2))
+    assert (estimate[2, second] - worst) / (exact - worst) < 0.6
+    np.testing.assert_allclose(estimate[:, :second], worst, atol=1e-3)
+
+
 def test_contributions(model, tokenizer):
     words = ["Mary", "John"], ["Paul", "Anna"]
     tokens = [tokenizer.encode(ioi.PROMPT.format(a, b, b)).ids for a, b in words]

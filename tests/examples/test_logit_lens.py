@@ -1,11 +1,13 @@
 """The lens against the same arithmetic in numpy, and the experiment as a whole."""
 
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
 import harvest
 from examples import logit_lens
+from examples.figures import logit_lens as figures
 
 PROMPT, ANSWER = "The opposite of hot is", " cold"
 
@@ -44,6 +46,23 @@ def test_the_lens_is_the_last_layers_arithmetic(model, tokens, answer):
         # Words that are equally likely to the last bits may change places.
         np.testing.assert_allclose(got[2], ahead, atol=2)
     np.testing.assert_allclose(own[0, : tokens.size], readings.probability[0, 30, : tokens.size])
+
+
+@pytest.mark.parametrize(
+    ("ahead", "layers"),
+    [([5, 3, 0, 0], 2), ([0, 1, 0, 2, 0], 4), ([0, 0, 0], 0), ([3, 0, 1], None)],
+    ids=["late", "not for good", "throughout", "never"],
+)
+def test_when_the_answer_leads(ahead, layers):
+    assert logit_lens.leads_after(np.array(ahead)) == layers
+
+
+def test_a_figure_of_many_prompts():
+    n, ahead = 12, np.arange(12 * 31).reshape(12, 31)
+    words = [["a", " "]] * 31
+    figure = figures.logit_lens(["x", "y"], words, np.zeros((31, 2)), ["z"] * n, ahead)
+    assert len(figure.axes[1].lines) == n
+    plt.close(figure)
 
 
 def test_what_is_ahead_of_the_answer(model, answer):

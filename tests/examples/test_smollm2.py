@@ -98,6 +98,22 @@ def test_encode_pads_at_the_end(tokenizer):
     assert not padded[0, 1:].any()
 
 
+def test_encode_without_padding(tokenizer):
+    texts = ["Mary gave it to John", "John gave it to Mary"]
+    tokens = smollm2.encode_equal(tokenizer, texts)
+    assert [tokenizer.decode(row) for row in tokens.tolist()] == texts
+    with pytest.raises(ValueError, match=r"'Mary gave it to John' has 5 tokens, and 'Mary' has 1"):
+        smollm2.encode_equal(tokenizer, [texts[0], "Mary"])
+
+
+def test_encode_words(tokenizer):
+    words = [" Mary", " John", "John"]
+    ids = smollm2.encode_words(tokenizer, words)
+    assert [tokenizer.decode([i]) for i in ids.tolist()] == words
+    with pytest.raises(ValueError, match=r"' Maryland!' is the tokens \[' Maryland', '!'\]"):
+        smollm2.encode_words(tokenizer, [" Mary", " Maryland!"])
+
+
 def test_probability_of_paris(tokenizer, logits):
     (paris,) = tokenizer.encode(" Paris").ids
     assert jax.nn.softmax(logits[-1])[paris] == pytest.approx(0.773, abs=0.005)

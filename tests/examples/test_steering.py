@@ -3,11 +3,13 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
 import harvest
 from examples import steering
+from examples.figures import steering as figures
 from examples.models import smollm2
 
 FEW = 4  # layers
@@ -55,6 +57,13 @@ def test_the_sweep_is_what_is_planted(small, tokenizer, monkeypatch):
     planted = steering.at_layer(source["resid_pre"], *args)  # all at layer 2
     np.testing.assert_allclose(planted[2], swept[2], rtol=1e-3, atol=1e-4)
     assert np.ptp(planted[1]) > 0.01 and not np.allclose(planted[1], swept[1], atol=0.01)
+
+
+def test_a_figure_of_many_prompts():
+    swept, control = np.ones((12, 30, 7)), np.ones((12, 2, 7))
+    figure = figures.steering(steering.DOSES, ["x"] * 12, swept, 14, control)
+    assert [len(ax.lines) for ax in figure.axes[:2]] == [12 + 1, 2 * 12 + 1]  # and that of zero
+    plt.close(figure)
 
 
 def test_rises():
