@@ -19,17 +19,9 @@ from ._stage import Program
 from ._where import Choice, Choices, Sown
 
 # Parameters that say nothing, or what the types say.
-TACIT = (
-    *("ft_in", "ft_out", "name", "preferred_element_type", "unroll", "donated_invars"),
-    *(
-        "shape",
-        "dtype",
-        "new_dtype",
-        "num_consts",
-        "cond_nconsts",
-        "body_nconsts",
-        "symbolic_zeros",
-    ),
+TACIT = frozenset(
+    "ft_in ft_out name preferred_element_type unroll donated_invars shape dtype new_dtype "
+    "num_consts cond_nconsts body_nconsts symbolic_zeros".split()
 )
 LONGEST = 20  # characters of a parameter
 
@@ -57,8 +49,6 @@ class Lister:
         pairs = zip(jaxpr.invars, program.names(), program.leaves, strict=True)
         for var, where, value in pairs:
             self._input("input", var, where, value, names)
-        for var, value in zip(jaxpr.constvars, jaxpr.consts, strict=True):
-            self._input("constant", var, "constant", value, names)
         nodes = Reader().nodes(jaxpr, Around(source=source))
         self.choices = self._body(jaxpr, nodes, names, 0, ())
 
@@ -85,8 +75,7 @@ class Lister:
         self, jaxpr: Jaxpr, nodes: Sequence[Node], names: Names, depth: int, scope: Scope
     ) -> Choices | None:
         for var, value in zip(jaxpr.constvars, jaxpr.consts, strict=True):
-            if var not in names:
-                self._input("constant", var, "constant", value, names)
+            self._input("constant", var, "constant", value, names)
         rest, made = iter(nodes), {}
         choices = []
         for eqn in jaxpr.eqns:

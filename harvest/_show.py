@@ -13,6 +13,7 @@ from ._interpreter import Replay
 from ._lister import Lister
 from ._listing import Line as Line
 from ._listing import Listing as Listing
+from ._placement import fetched
 from ._plan import plan_reads
 from ._rewrite import as_noted, rewritten
 from ._site import Site
@@ -119,7 +120,7 @@ def _where_it_ran(value: Any) -> Any:
     ran = np.ones((), bool)
     while isinstance(value, CondSum):
         ((branch, inner),) = [(i, v) for i, v in enumerate(value.branches) if v is not None]
-        here = np.asarray(value.index) == branch
+        here = fetched(value.index) == branch
         ran = ran.reshape(ran.shape + (1,) * (here.ndim - ran.ndim)) & here
         value = inner
     if not ran.any():
