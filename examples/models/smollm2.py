@@ -30,7 +30,7 @@ import importlib.util
 import itertools
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -88,16 +88,32 @@ class Attention(eqx.Module):
 
         What attention adds to the residual stream.
         """
+        return self.read(*self.heads(resid), mask)
+
+    def heads(
+        self, resid: Float[Array, "T D"], start: Int[Array, ""] | int = 0
+    ) -> tuple[
+        Float[Array, "T heads K"], Float[Array, "T kv_heads K"], Float[Array, "T kv_heads K"]
+    ]:
+        """Queries, keys and values of tokens, of which the first is at position `start`."""
         q_in = harvest.sow(resid, name="q_in")
         k_in = harvest.sow(resid, name="k_in")
         v_in = harvest.sow(resid, name="v_in")
         q = jnp.einsum("td,hkd->thk", self.norm(q_in), self.query)
         k = jnp.einsum("td,hkd->thk", self.norm(k_in), self.key)
         v = jnp.einsum("td,hkd->thk", self.norm(v_in), self.value)
-        q = harvest.sow(_rope(q, self.rope_base), name="q")
-        k = harvest.sow(_rope(k, self.rope_base), name="k")
-        v = harvest.sow(v, name="v")
+        q = harvest.sow(_rope(q, self.rope_base, start), name="q")
+        k = harvest.sow(_rope(k, self.rope_base, start), name="k")
+        return q, k, harvest.sow(v, name="v")
 
+    def read(
+        self,
+        q: Float[Array, "T heads K"],
+        k: Float[Array, "S kv_heads K"],
+        v: Float[Array, "S kv_heads K"],
+        mask: Bool[Array, "T S"],
+    ) -> Float[Array, "T D"]:
+        """What the queries read, as it is added to the residual stream."""
         n_shared = self.query.shape[0] // self.key.shape[0]
         k, v = (jnp.repeat(x, n_shared, axis=1) for x in (k, v))
         scores = jnp.einsum("thk,shk->hts", q, k) / math.sqrt(q.shape[-1])
@@ -147,11 +163,19 @@ class Block(eqx.Module):
 
         The residual stream out of the layer.
         """
+        return self.around(resid, lambda resid: (self.attention(resid, mask), None))[0]
+
+    def around[T](
+        self,
+        resid: Float[Array, "T D"],
+        attend: Callable[[Float[Array, "T D"]], tuple[Float[Array, "T D"], T]],
+    ) -> tuple[Float[Array, "T D"], T]:
+        """The layer with `attend` as its attention, and what that returns beside its output."""
         resid = harvest.sow(resid, name="resid_pre")
-        attn_out = harvest.sow(self.attention(resid, mask), name="attn_out")
-        resid = harvest.sow(resid + attn_out, name="resid_mid")
+        attn_out, beside = attend(resid)
+        resid = harvest.sow(resid + harvest.sow(attn_out, name="attn_out"), name="resid_mid")
         mlp_out = harvest.sow(self.mlp(resid), name="mlp_out")
-        return harvest.sow(resid + mlp_out, name="resid_post")
+        return harvest.sow(resid + mlp_out, name="resid_post"), beside
 
 
 class SmolLM2(eqx.Module):
@@ -189,6 +213,10 @@ class SmolLM2(eqx.Module):
             for i, block in enumerate(self.blocks):
                 with harvest.scope(f"layers/{i}"):
                     resid = block(resid, mask)
+        return self.read_out(resid)
+
+    def read_out(self, resid: Float[Array, "T D"]) -> Float[Array, "T vocab"]:
+        """The logits, from the last residual stream."""
         scale = harvest.sow(self.norm.scale(resid), name="final_scale")
         final = harvest.sow(resid * scale * self.norm.weight[None], name="final")
         return final @ self.embedding.T
@@ -271,11 +299,14 @@ def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     return [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
 
 
-def _rope(x: Float[Array, "T heads K"], base: float) -> Float[Array, "T heads K"]:
+def _rope(
+    x: Float[Array, "T heads K"], base: float, start: Int[Array, ""] | int
+) -> Float[Array, "T heads K"]:
     # Channel `i` turns together with channel `i + K/2`.
     n_tokens, _, n_channels = x.shape
     frequency = base ** -jnp.linspace(0, 1, n_channels // 2, endpoint=False, dtype=x.dtype)
-    angle = jnp.arange(n_tokens, dtype=x.dtype)[:, None] * frequency[None]
+    position = jnp.asarray(start, x.dtype) + jnp.arange(n_tokens, dtype=x.dtype)
+    angle = position[:, None] * frequency[None]
     cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
