@@ -131,13 +131,17 @@ class Lister:
         return Choice(sown, inside) if sown or any(inside) else None
 
     def _closed(self, eqn: JaxprEqn) -> list[Jaxpr]:
-        """The jaxprs of an equation that have no values to show: predicates, and expansions."""
+        """The jaxprs of an equation that have no values to show.
+
+        Those are predicates, expansions, and what cannot be opened, if anything is sown in it.
+        """
         if eqn.primitive.name == "while":
             return [_compat.while_params(eqn).cond_jaxpr]
-        if _compat.hi_prim(eqn) is None or opened(eqn):
+        if opened(eqn):
             return []
-        expansion = self._walk.expansion(eqn)
-        return [] if expansion is None else [expansion]
+        inside = self._walk.jaxprs(eqn)
+        is_hi = _compat.hi_prim(eqn) is not None
+        return [jaxpr for jaxpr in inside if is_hi or self._walk.entries(jaxpr)]
 
     def _entered(
         self, eqn: JaxprEqn, jaxpr: Jaxpr, position: int, operands: Sequence[str]
@@ -174,6 +178,9 @@ class Lister:
             case "shard_map":
                 shards = self._from(jaxpr.invars, operands, names, "{} of {}")
                 heading = _listed("shard", shards)
+            case _ if _compat.hi_prim(eqn) is None and not opened(eqn):
+                unknown = self._from(jaxpr.invars, jaxpr.invars, names, "{}")
+                heading = _listed("inside", unknown)
             case _:
                 given = operands[len(operands) - len(jaxpr.invars) :]
                 names.update(zip(jaxpr.invars, given, strict=True))
@@ -181,7 +188,7 @@ class Lister:
         return names, heading
 
     def _from(
-        self, variables: Sequence[Var], operands: Sequence[str], names: Names, form: str
+        self, variables: Sequence[Var], operands: Sequence[Any], names: Names, form: str
     ) -> list[str]:
         """New names for what a body gets, each with the operand that it is made of."""
         pairs = zip(variables, operands, strict=True)

@@ -143,6 +143,22 @@ def test_branches():
     np.testing.assert_array_equal(some["sin"], jnp.sin(X[(X > 0) & (X <= 1)]))
 
 
+def test_what_cannot_be_opened_is_shown_if_something_is_sown_in_it():
+    add = lambda a, b: harvest.sow(a + b, name="h")
+    f = lambda x: jax.lax.reduce(x, jnp.float32(0), add, (0,))
+    program = harvest.show(f, values=True)(X)
+    assert [line.key for line in program if line.key] == [site.key for site in harvest.sites(f)(X)]
+    (line,) = [line for line in program if line.key == "h"]
+    assert line.depth == 2 and line.value is None
+    (whole,) = [line for line in program if " reduce" in line.text]
+    np.testing.assert_allclose(whole.value, np.sum(X), rtol=1e-6)
+
+    times = lambda x: harvest.sow(2 * x, name="h")
+    solve = lambda b: jax.lax.custom_linear_solve(times, b, lambda _, b: b / 2, symmetric=True)
+    keys = [line.key for line in harvest.show(solve)(X) if line.key]
+    assert keys == [site.key for site in harvest.sites(solve)(X)] and keys
+
+
 def test_the_last_iteration_of_a_while_loop():
     f = lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: 2 * x, x)
     (line,) = [x for x in harvest.show(f, values=True)(1.0) if " mul " in x.text]
