@@ -3,7 +3,9 @@
 What types do not say is how the compiler shards values over automatic axes of a mesh.
 """
 
+import dataclasses
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,7 +13,74 @@ from jax.sharding import NamedSharding
 
 from . import _compat, _types
 from ._entry import CondSum, Entry
+from ._fit import known
 from ._probe import as_tangent
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array of a collected value. (No pytree: it is a leaf.)"""
+
+    type: Any  # with the axes of loops in front, of those whose length is known
+    folded: Any  # its type if a fold combines the iterations of all loops: without these
+    number: int | None = None  # which one of those that a value of a hi type is lowered to
+    chooses: bool = False  # it is the index of the `CondSum` of a `cond`
+
+
+def collected(entry: Entry) -> Any:
+    """A tree like the collected value: an `Array` for each array, with static leaves as they are.
+
+    A value of a hi type is the list of the arrays that it is lowered to.
+    """
+    return _collected(entry, entry.type, 0)
+
+
+def _collected(entry: Entry, type: Any, outer: int) -> Any:
+    loops = outer + len(known(entry.loops))
+    branches = entry.branches or ()
+    if entry.summed:
+        index = dataclasses.replace(_array(type.index, loops, ()), chooses=True)
+        rows = zip(branches, type.branches, strict=True)
+        return CondSum(index, tuple(b and _collected(b, t, loops) for b, t in rows))
+    if entry.sums:
+        inside = next(filter(None, branches))
+        return _collected(inside, type, outer + len(known(entry.around)))
+    inner, _ = next(entry.innermost())
+    return inner.marker.label.structure.unflatten(
+        _hi_arrays(t, loops, inner.lanes)
+        if _compat.is_hi_type(t)
+        else _array(t, loops, inner.lanes)
+        for t in type
+    )
+
+
+def _array(aval: Any, loops: int, lanes: tuple[_types.Dim, ...]) -> Array:
+    dims = _types.dims(aval)
+    if lanes:
+        aval = _types.with_dims(aval, [*dims[:loops], *lanes, *dims[loops:]])
+    return Array(aval, _types.dropped(aval, loops) if loops else aval)
+
+
+def _hi_arrays(type: Any, loops: int, lanes: tuple[_types.Dim, ...]) -> list[Array]:
+    folded = _unless_missing(lambda: _types.dropped(type, loops), type)
+    for lane in reversed(lanes):
+        type, folded = (
+            _unless_missing(lambda t=t, n=lane.size: _types.stacked(t, n), t)
+            for t in (type, folded)
+        )
+    pairs = enumerate(zip(type.lo_ty(), folded.lo_ty(), strict=True))
+    return [Array(lo, folded, number) for number, (lo, folded) in pairs]
+
+
+def _unless_missing(fn: Callable[[], Any], default: Any) -> Any:
+    try:
+        return fn()
+    except NotImplementedError:  # by the user's `HiType`, which has no such axes then
+        return default
+
+
+def arrays_of(tree: Any) -> Iterator[Array]:
+    return (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Array))
 
 
 def sharding_of(entry: Entry) -> Any:
