@@ -39,7 +39,9 @@ class SiteCost:
         a `while_loop`, of one iteration: there is no stack of all, only what a fold makes of it
         (`harvest.folds.stack(n)` takes `n` times as much).
     - `nbytes_folded`: the size of what a fold such as `harvest.folds.last()` or `mean()` makes of
-        it, which has the axes and the dtype of the value: the axes of loops are gone.
+        it, which has the axes and the dtype of the value: the axes of loops are gone. (Of a pytree,
+        all arrays have the axes of batches then. In a `shard_map` it takes more if some of the
+        arrays differ between shards and some do not: it stacks them all.)
     - `nbytes_per_device`, `nbytes_folded_per_device`: how many of these each device has.
     - `nbytes_per_token`: `nbytes` for each token; None if `tokens` is not given.
     """

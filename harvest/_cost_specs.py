@@ -41,7 +41,7 @@ def _told(specs: Any, sites: Sequence[Site]) -> list[Any]:
     """What is told of each site; None if nothing is."""
     if not isinstance(specs, Mapping):
         if not _is_spec(specs):
-            got = f"{specs!r} of type `{type(specs).__name__}`"
+            got = f"{_brief(specs)} of type `{type(specs).__name__}`"
             raise ShardingError(f"`cost` got the specs {got}; wanted {_WANTED}")
         return [specs] * len(sites)
     keys = {site.key: site.source for site in sites}
@@ -69,7 +69,7 @@ def _of_site(site: Site, given: Any, count: int, mesh: Any) -> list[Split]:
     if leaves is None:
         outline = jax.tree.structure(tree)
         raise ShardingError(
-            f"`cost` got the spec {given!r} for {where}, which is no prefix of its value, "
+            f"`cost` got the spec {_brief(given)} for {where}, which is no prefix of its value, "
             f"{outline}; wanted {_WANTED}"
         )
     pairs = zip(leaves, jax.tree_util.tree_leaves_with_path(tree), strict=True)
@@ -176,7 +176,7 @@ class _Leaf:
                 if mesh is None or name not in mesh.shape:
                     axes = "there is no mesh: pass one, `cost(mesh, ...)`"
                     if mesh is not None:
-                        axes = f"the mesh has no axis {name!r}, but {_axes(mesh)}"
+                        axes = f"the mesh has no axis {name!r}; its axes: {_axes(mesh)}"
                     raise ShardingError(f"{where}; {axes}")
                 if name in seen:
                     raise ShardingError(f"{where}, which names the mesh axis {name!r} twice")
@@ -196,6 +196,11 @@ def _names(partition: Any) -> tuple[Any, ...]:
     if partition is None or partition is PartitionSpec.UNCONSTRAINED:
         return ()
     return partition if isinstance(partition, tuple) else (partition,)
+
+
+def _brief(given: Any) -> str:
+    text = repr(given)
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _axes(mesh: Any, names: Any = None) -> str:

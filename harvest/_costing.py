@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from . import _types
@@ -27,23 +28,27 @@ def cost_of(sites: Sequence[Site], mesh: Any, specs: Any, tokens: Any, dtype: An
             "`jax.sharding.Mesh`, or a `jax.sharding.AbstractMesh` as `AbstractMesh((64, 8), "
             "('data', 'model'))`"
         )
-    _check_tokens(tokens)
+    tokens = None if tokens is None else _count(tokens)
     dtype = None if dtype is None else _floating(dtype)
     rows = zip(sites, splits_of(sites, specs, mesh), strict=True)
     devices = None if mesh is None else mesh.size
     return Cost([_of_site(*row, tokens, dtype) for row in rows], devices, tokens)
 
 
-def _check_tokens(tokens: Any) -> None:
+def _count(tokens: Any) -> Any:
+    """A number, from one of numpy or JAX too; or a size of a shape polymorphic program."""
     try:
-        fits = tokens is None or bool(tokens >= 1)
-    except TypeError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"`cost` got tokens={tokens!r}; wanted how many tokens one call processes: the size of "
-            "the batch times the length of its sequences"
+        tokens = (
+            tokens.item() if isinstance(tokens, np.generic | np.ndarray | jax.Array) else tokens
         )
+        if tokens >= 1:
+            return tokens
+    except (TypeError, ValueError):  # it is no number
+        pass
+    raise ValueError(
+        f"`cost` got tokens={tokens!r}; wanted how many tokens one call processes: the size of the "
+        "batch times the length of its sequences"
+    )
 
 
 def _floating(dtype: Any) -> Any:
@@ -70,32 +75,33 @@ class _Stored:
     @staticmethod
     def of(array: Array, split: Split, dtype: Any) -> "_Stored":
         own = array.type.dtype
-        # What is in a value of a hi type is its own business.
+        # What is in a value of a hi type is its own affair.
         cast = dtype is not None and array.number is None and jnp.issubdtype(own, jnp.floating)
         return _Stored(array, split, dtype if cast else own)
 
     @property
-    def shape(self) -> tuple[Any, ...]:
-        return self.array.type.shape
+    def whole(self) -> list[tuple[Any, int]]:
+        """For each axis its size, and into how many parts it is split."""
+        return list(zip(self.array.type.shape, self.split.parts, strict=True))
 
     @property
-    def folded(self) -> tuple[Any, ...]:
-        return self.array.folded.shape
+    def folded(self) -> list[tuple[Any, int]]:
+        """The same after a fold."""
+        parts = [1 if axis is None else self.split.parts[axis] for axis in self.array.axes]
+        return list(zip(self.array.folded.shape, parts, strict=True))
 
-    def nbytes(self, shape: Sequence[Any]) -> Any:
-        return math.prod(shape) * self.dtype.itemsize
+    def nbytes(self, axes: Sequence[tuple[Any, int]]) -> Any:
+        return math.prod(size for size, _ in axes) * self.dtype.itemsize
 
-    def per_device(self, shape: Sequence[Any]) -> Any:
-        """`shape` has the last axes of the array."""
-        parts = self.split.parts[len(self.split.parts) - len(shape) :]
-        pairs = zip(shape, parts, strict=True)
-        return self.nbytes([size if part == 1 else size // part for size, part in pairs])
+    def per_device(self, axes: Sequence[tuple[Any, int]]) -> Any:
+        shard = [size if part == 1 else size // part for size, part in axes]
+        return math.prod(shard) * self.dtype.itemsize
 
     def described(self, loops: Sequence[int | None]) -> str:
         """Its type, with a `?` for the length of a `while_loop`."""
-        shape = [*self.shape]
-        if len(shape) - len(self.folded) == sum(loop is not None for loop in loops):
-            shape = [*("?" if n is None else n for n in loops), *self.folded]
+        shape = [*self.array.type.shape]
+        if self.array.loops == sum(loop is not None for loop in loops):
+            shape[: self.array.loops] = ["?" if loop is None else loop for loop in loops]
         dtype = _types.short(jax.ShapeDtypeStruct((), self.dtype)).removesuffix("[]")
         return f"{dtype}[{','.join(map(str, shape))}]"
 
@@ -106,7 +112,7 @@ def _of_site(site: Site, splits: Sequence[Split], tokens: Any, dtype: Any) -> Si
     tree = jax.tree.map(of_leaf, site._collected)
     whole, folded = list(_whole(tree)), list(_folded(tree))
     loops = tuple(axis.size for axis in site.axes if axis.kind == "loop")
-    nbytes = sum(s.nbytes(s.shape) for s in whole)
+    nbytes = sum(s.nbytes(s.whole) for s in whole)
     return SiteCost(
         key=site.key,
         occurrence=site.occurrence,
@@ -121,7 +127,7 @@ def _of_site(site: Site, splits: Sequence[Split], tokens: Any, dtype: Any) -> Si
         ),
         nbytes=nbytes,
         nbytes_folded=sum(s.nbytes(s.folded) for s in folded),
-        nbytes_per_device=sum(s.per_device(s.shape) for s in whole),
+        nbytes_per_device=sum(s.per_device(s.whole) for s in whole),
         nbytes_folded_per_device=sum(s.per_device(s.folded) for s in folded),
         nbytes_per_token=None if tokens is None else per_token(nbytes, tokens),
     )
@@ -137,7 +143,7 @@ def _folded(tree: Any) -> list[_Stored]:
     if not (isinstance(tree, CondSum) and isinstance(index, _Stored) and index.array.chooses):
         return list(_whole(tree))
     branches = [_folded(branch) for branch in tree.branches if branch is not None]
-    types = [[(s.folded, s.dtype) for s in branch] for branch in branches]
+    types = [[(s.array.folded.shape, s.dtype) for s in branch] for branch in branches]
     if all(row == types[0] for row in types):
         return branches[0]
     return list(itertools.chain.from_iterable(branches))

@@ -112,7 +112,8 @@ class Sites(Sequence[Site]):
             the value. So it is for automatic axes: the compiler chooses how values are split over
             these. What it chose is in
             `jax.jit(harvest.reap(f)).lower(*args).compile().output_shardings`, which can be given
-            as it is. Of a `NamedSharding` the spec counts, on `mesh` if there is one.
+            as it is (with `capture`, its second item). Of a `NamedSharding` the spec counts, on
+            `mesh` if there is one.
         - `tokens`: how many tokens one call processes, for bytes per token.
         - `dtype`: what floating-point values are stored as, by a reducer that casts, or in files.
             Others keep their dtypes, and so does what is in values of hi types.

@@ -14,6 +14,7 @@ from harvest import capture, folds, reap, scope, sites, sow
 from . import hi_programs, shards
 from .helpers import PROGRAMS
 from .hi_programs import KINDS, STRUCTURES
+from .hi_types import QPspec, quantize
 from .meshes import DEVICES, MESHES, ON_ANY_MESH, X, put, sown
 
 AUTO = MESHES["auto"]
@@ -195,6 +196,32 @@ def test_hi_types(kind, structure):
     assert cost.nbytes_folded == by_hand(reap(f, {"h": folds.last()})(x)["h"])
     compiled = jax.jit(reap(f)).lower(x).compile()
     assert sites(f)(x).cost(None, compiled.output_shardings).nbytes == cost.nbytes
+
+
+def test_a_split_value_of_a_hi_type():
+    f = lambda x: sow(quantize(x), name="h")
+    x = jnp.linspace(0, 1, 64).reshape(16, 4)
+    spec = P("d", None)
+    values, scale = jax.typeof(quantize(x)).lower_val(jax.jit(f)(x))
+    wanted = on_each([put(values, AUTO, *spec), put(scale, AUTO, *spec)])
+    for told in (spec, QPspec(spec), {"h": [NamedSharding(AUTO, spec)] * 2}):
+        assert sites(f)(x).cost(AUTO, told).nbytes_per_device == wanted == (64 + 16 * 4) // 4
+
+
+def test_a_fold_gives_all_arrays_the_axes_of_the_batch():
+    """As it may combine those that `vmap` batched with those that it did not."""
+
+    def f(x, y):
+        step = lambda c, _: (sow({"x": c, "y": y, "n": 3}, name="h")["x"], None)
+        return lax.scan(step, x, length=3)[0]
+
+    args = jnp.ones((8, 2)), jnp.ones(5)
+    mapped = jax.vmap(f, (0, None))
+    cost = sites(mapped)(*args).cost(AUTO, {"h": {"x": P(None, "d"), "y": P(), "n": None}})
+    assert cost.nbytes == nbytes(reap(mapped)(*args)) == 3 * 8 * 2 * 4 + 3 * 5 * 4
+    last = reap(mapped, {"h": folds.last()})(*args)
+    assert cost.nbytes_folded == nbytes(last) == 8 * 2 * 4 + 8 * 5 * 4
+    assert cost.nbytes_folded_per_device == 2 * 2 * 4 + 8 * 5 * 4
 
 
 # --------------------------------------------------------------------------------- files
