@@ -8,6 +8,8 @@ from . import folds as folds
 from . import internal as internal
 from ._attribute import attribute as attribute
 from ._check_types import check_types as check_types
+from ._cost import Cost as Cost
+from ._cost import SiteCost as SiteCost
 from ._edits import add as add
 from ._edits import at as at
 from ._edits import chain as chain
@@ -54,7 +56,7 @@ from ._show import Listing as Listing
 from ._show import show as show
 from ._site import Axis as Axis
 from ._site import Site as Site
-from ._site import Sites as Sites
+from ._sites import Sites as Sites
 from ._sow import perturb as perturb
 from ._sow import scope as scope
 from ._sow import sow as sow
@@ -67,6 +69,7 @@ __version__ = _version("jax-harvest")
 __all__ = [
     "Axis",
     "CondSum",
+    "Cost",
     "DuplicateSiteError",
     "Equation",
     "Fold",
@@ -82,6 +85,7 @@ __all__ = [
     "Sharded",
     "ShardingError",
     "Site",
+    "SiteCost",
     "SiteTypeError",
     "Sites",
     "SowError",

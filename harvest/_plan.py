@@ -11,7 +11,7 @@ from ._interpreter import Actions
 from ._reading import Reading
 from ._reducers import reading_of
 from ._select import Chosen, check_chosen, check_found, is_static, matches
-from ._site import Sites
+from ._sites import Sites
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ._fit import Mode
 from ._interpreter import Replay
 from ._plan import Plan, plan_reads, resolve, sites_of
 from ._select import is_static, pairs_of
-from ._site import Sites
+from ._sites import Sites
 from ._stage import Program, Transformed, trace_afresh, trace_cached
 from ._structure import is_typed
 

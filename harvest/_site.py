@@ -1,17 +1,15 @@
-"""What a program sows: `Site`, and the table of them."""
+"""A place in a program where a value is sown: `Site`."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 import jax
 
 from . import _compat, _types
 from ._batching import batch_sizes
-from ._columns import aligned, near
 from ._entry import Entry
-from ._errors import UnknownSiteError, nearest
-from ._footprint import is_split, nbytes_of, nbytes_per_device, sharding_of
+from ._footprint import arrays_of, collected, nbytes_of, nbytes_per_device, sharding_of
 from ._structure import HOLE
 
 
@@ -92,6 +90,7 @@ class Site:
     sharding: Any
     nbytes_per_device: Any
     spec: str
+    _collected: Any = dataclasses.field(repr=False, compare=False)  # see `_footprint.collected`
 
 
 def site_of(entry: Entry, occurrence: int) -> Site:
@@ -105,6 +104,8 @@ def site_of(entry: Entry, occurrence: int) -> Site:
         *_mesh_axes(entry),
     )
     scope, _, name = entry.key.rpartition("/")
+    tree = collected(entry)
+    types = [leaf.type for leaf in arrays_of(tree)]
     return Site(
         key=entry.key,
         name=name,
@@ -115,10 +116,11 @@ def site_of(entry: Entry, occurrence: int) -> Site:
         axes=axes,
         branch=_branch(entry),
         source=entry.source,
-        nbytes=sum(map(nbytes_of, jax.tree.leaves(entry.type))),
+        nbytes=sum(map(nbytes_of, types)),
         sharding=sharding_of(entry),
-        nbytes_per_device=sum(map(nbytes_per_device, jax.tree.leaves(entry.type))),
+        nbytes_per_device=sum(map(nbytes_per_device, types)),
         spec=" ".join(_specs(entry, avals, axes)),
+        _collected=tree,
     )
 
 
@@ -183,94 +185,3 @@ def _branch(entry: Entry) -> tuple[int, ...] | None:
     if len(present) == 1 and present[0][1].branches is not None:
         return _branch(present[0][1])
     return tuple(number for number, _ in present)
-
-
-class Sites(Sequence[Site]):
-    """The sites of a program, in call order: a sequence that prints as a table.
-
-    !!! Example
-
-        ```python
-        import harvest
-        import jax.numpy as jnp
-
-        def f(x):
-            h = harvest.sow(jnp.sin(x), name="h")
-            return harvest.sow(h @ h, name="out")
-
-        table = harvest.sites(f)(jnp.ones(3))
-        assert [site.key for site in table] == ["h", "out"]
-        assert table["h"] is table[0] and table.nbytes == 12 + 4
-        print(table)
-        ```
-    """
-
-    def __init__(self, sites: Sequence[Site]):
-        self._sites = tuple(sites)
-
-    @overload
-    def __getitem__(self, index: int | str) -> Site: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Sites": ...
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return Sites(self._sites[index])
-        if isinstance(index, str):
-            for site in self._sites:
-                if site.key == index:
-                    return site
-            sources = {site.key: site.source for site in self._sites}
-            raise UnknownSiteError(f"no site has the key {index!r}; {nearest(index, sources)}")
-        return self._sites[index]
-
-    def __len__(self) -> int:
-        return len(self._sites)
-
-    @property
-    def nbytes(self) -> Any:
-        """The size of all collected values together, in bytes."""
-        return sum(site.nbytes for site in self._sites)
-
-    @property
-    def nbytes_per_device(self) -> Any:
-        """How many of these bytes are on each device, as far as the types say."""
-        return sum(site.nbytes_per_device for site in self._sites)
-
-    def __repr__(self) -> str:
-        rows = [_HEADER, *map(_row, self._sites)]
-        split = any(map(is_split, jax.tree.leaves([site.sharding for site in self._sites])))
-        if not split:
-            rows = [
-                [cell for cell, name in zip(row, _HEADER, strict=True) if name not in _SHARDED]
-                for row in rows
-            ]
-        lines = aligned(rows)
-        total = f"{len(self)} site{'' if len(self) == 1 else 's'}, {_human(self.nbytes)}"
-        if split:
-            total += f", {_human(self.nbytes_per_device)} on each device"
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], total])
-
-
-_HEADER = ("key", "kind", "type", "axes", "size", "sharding", "per device", "source")
-_SHARDED = ("sharding", "per device")  # shown if any site is sharded
-
-
-def _row(site: Site) -> tuple[str, ...]:
-    axes = " ".join(f"{axis.kind}:{'?' if axis.size is None else axis.size}" for axis in site.axes)
-    if site.branch is not None:
-        axes = f"{axes} branch:{','.join(map(str, site.branch))}".strip()
-    specs = " ".join(str(sharding.spec) for sharding in jax.tree.leaves(site.sharding))
-    on_each = _human(site.nbytes_per_device)
-    size = _human(site.nbytes)
-    return (site.key, site.kind, site.spec, axes, size, specs, on_each, near(site.source))
-
-
-def _human(nbytes: Any) -> str:
-    if not isinstance(nbytes, int):  # of a shape polymorphic program
-        return f"{nbytes} B"
-    size, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
