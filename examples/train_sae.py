@@ -1,0 +1,206 @@
+"""Train a sparse autoencoder on a store of activations, and plant it in the model they are of.
+
+    python -m examples.harvest_activations
+    python -m examples.train_sae
+
+1. grain reads files of the store in a random order, some together, whose vectors it shuffles.
+2. An autoencoder of 32 latents at a time is trained on them with optax; each step is split over
+   all devices. Orbax keeps the weights, the optimiser and the place in the data, so that a run
+   that was stopped goes on by the same command.
+3. Files that it has not seen: how much does it explain, beside as many principal components?
+4. It is planted in the model where its data is from: how much worse are the predictions?
+
+Takes about a minute after the default harvest.
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+import harvest
+
+from ._report import Report
+from .activations import reader, store
+from .harvest_activations import OUT
+from .models import sae, smollm2, training
+from .models.sae import TopK
+from .models.smollm2 import SmolLM2
+
+HELD_OUT = 3  # files
+TOGETHER = 8  # files whose vectors are shuffled together
+BATCH = 512  # vectors
+SAVE_EVERY = 5  # blocks
+
+
+def options() -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--store", default=OUT, help="the folder that examples.harvest_activations wrote")
+    add("--site", default="resid_post", help="what to train on")
+    add("--latents", type=int, default=2304, help="how many directions")
+    add("--k", type=int, default=32, help="how many of them in each vector")
+    add("--epochs", type=int, default=3, help="how often each vector is seen")
+    add("--rate", type=float, default=2e-3, help="the first learning rate of Adam")
+    add("--seed", type=int, default=0, help="what is random follows from it")
+    add("--out", default=f"{OUT}/sae", help="the folder for what is trained")
+    return parser.parse_args()
+
+
+def loss(model: TopK, x: Float[Array, "batch D"]) -> Float[Array, ""]:
+    """The squared error of a vector, on average."""
+    return jnp.mean(jnp.sum((jax.vmap(model)(x) - x) ** 2, axis=1))
+
+
+@eqx.filter_jit
+def explained(edit: Callable, x: Float[Array, "rows D"]) -> Float[Array, ""]:
+    """How much of the variance is in what an edit leaves."""
+    missed = jnp.sum((x - jax.vmap(edit)(x)) ** 2)
+    return 1 - missed / jnp.sum((x - x.mean(axis=0, keepdims=True)) ** 2)
+
+
+def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report: Report) -> TopK:
+    """An autoencoder of the vectors in some files, from where a run before has stopped."""
+    some = np.concatenate([vectors.read(file) for file in files[:TOGETHER]])
+    mean = some.mean(axis=0)
+    scale = np.sqrt(np.mean(np.sum((some - mean) ** 2, axis=1)))
+    model = sae.topk(jax.random.key(given.seed), jnp.asarray(mean / scale), given.latents, given.k)
+
+    count = given.epochs * len(files) // TOGETHER
+    steps = count * (TOGETHER * vectors.rows // BATCH)
+    optimiser = optax.adam(optax.cosine_decay_schedule(given.rate, steps))
+    state = training.init(model, optimiser)
+    data = iter(reader.blocks(vectors, files, given.epochs, BATCH, TOGETHER, given.seed))
+
+    settings = {**vars(given), "files": vectors.files}
+    keep = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=SAVE_EVERY)
+    saved = ocp.CheckpointManager(pathlib.Path(given.out).absolute() / "progress", options=keep)
+    done = saved.latest_step() or 0
+    if done:
+        check_same(saved, done, settings)
+        found = saved.restore(
+            done,
+            args=ocp.args.Composite(
+                trained=ocp.args.StandardRestore((model, state)),
+                data=grain.checkpoint.CheckpointRestore(data),
+            ),
+        )
+        model, state = found["trained"]
+
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, P(None, "data"))
+    model, state = jax.device_put((model, state), NamedSharding(mesh, P()))
+    for number in report.track(range(done + 1, count + 1), "Training an autoencoder"):
+        xs = jax.device_put(next(data) / scale, split)
+        model, state, _ = training.steps(model, state, xs, loss, optimiser)
+        saved.save(
+            number,
+            args=ocp.args.Composite(
+                trained=ocp.args.StandardSave((model, state)),
+                data=grain.checkpoint.CheckpointSave(data),
+                settings=ocp.args.JsonSave(settings),
+            ),
+            force=number == count,
+        )
+    saved.close()
+    return model.rescaled(scale)
+
+
+def check_same(saved: ocp.CheckpointManager, step: int, settings: dict[str, Any]) -> None:
+    """**Raises:** `ValueError` if what is saved was started with other settings."""
+    before = saved.restore(step, args=ocp.args.Composite(settings=ocp.args.JsonRestore()))
+    for name, value in settings.items():
+        if (was := before["settings"].get(name)) != value:
+            raise ValueError(
+                f"what is in {saved.directory} was started with {name} {was}, not {value}; give "
+                "another folder by `--out`, or delete that one"
+            )
+
+
+class Behind(eqx.Module):
+    """An edit that acts on all positions but the first."""
+
+    edit: Any
+
+    def __call__(self, resid: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return jax.vmap(self.edit)(resid).at[0].set(resid[0])
+
+
+@eqx.filter_jit
+def predict(model: Any, tokens: Int[Array, "batch T"]) -> Float[Array, ""]:
+    """The loss of the next token, on average."""
+    logits = jax.vmap(model)(tokens)[:, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def difference(
+    model: SmolLM2, site: str, layer: int, tokens: Int[Array, "sequences T"], stored: Array
+) -> float:
+    """What stored vectors are off by, beside their length, from what the whole model computes."""
+    select = {site: harvest.folds.at(layer)}
+    own = harvest.reap(jax.vmap(model), select)(tokens)[site][:, 1:].reshape(stored.shape)
+    norm = lambda x: jnp.linalg.norm(x, axis=-1)
+    return float(jnp.max(norm(own - stored) / norm(own)))
+
+
+def main(given: argparse.Namespace) -> Report:
+    """Trains, and tests what was trained.
+
+    **Raises:**
+
+    `OSError` if there is no store; `ValueError` if something else was trained in that folder.
+    """
+    report = Report(given.out)
+    acts = store.read(pathlib.Path(given.store).absolute())
+    vectors = reader.Vectors(acts[given.site])
+    files, held_out = reader.split(vectors, HELD_OUT, given.seed)
+    trained = train(vectors, files, given, report)
+
+    with report.step("Looking at what it has not seen"):
+        known = np.concatenate([vectors.read(file) for file in files[: 2 * TOGETHER]])
+        x = jnp.asarray(np.concatenate([vectors.read(file) for file in held_out]))
+        components = sae.principal(known, given.k)
+        share, of_components = (float(explained(edit, x)) for edit in (trained, components))
+
+    with report.step("Planting it in the model"):
+        model, _ = smollm2.load()
+        layer = vectors.about["layer"]
+        tokens = [acts["tokens"][vectors.part(file)].read().result() for file in held_out]
+        tokens = list(map(jnp.asarray, tokens))
+        stored = jnp.asarray(vectors.read(held_out[0]))
+        off = difference(model, given.site, layer, tokens[0], stored)
+        losses = []
+        for edit in (None, trained, components, sae.principal(known, 0)):
+            plants = {} if edit is None else {given.site: harvest.at(layer, Behind(edit))}
+            planted = harvest.plant(model, plants)
+            losses.append(float(np.mean([predict(planted, t) for t in tokens])))
+        own, spliced, linear, mean = losses
+
+    report.expect("stored values, off by", off, 0, 2**-8, "8 bits of bfloat16")
+    report.expect("variance explained", share, of_components, 1, "principal components")
+    report.expect("loss", own, 0, np.log(len(model.embedding)), "uniform")
+    report.expect("... with the autoencoder planted", spliced, own, linear, "principal components")
+    report.expect("... with the mean planted", mean, linear, np.inf, "principal components")
+    return report.finish()
+
+
+if __name__ == "__main__":
+    try:
+        wrong = main(options()).wrong
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    if wrong:
+        sys.exit(f"Not as expected: {'; '.join(wrong)}.")

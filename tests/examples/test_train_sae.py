@@ -1,0 +1,163 @@
+"""An autoencoder trained from a store: what it reads, what it computes, and going on."""
+
+import argparse
+import itertools
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples import train_sae
+from examples._report import Report
+from examples.activations import reader, store
+from examples.models import sae, smollm2, training
+
+from . import small
+
+BATCHES, BATCH, T = 10, 8, 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    texts = small.archive(folder / "texts.tar.gz")
+    sizes = {"batch": BATCH, "length": T, "layer": 1, "batches": BATCHES, "model": 1}
+    numbers = [f"--{name}={value}" for name, value in sizes.items()]
+    small.main([f"--texts={texts}", f"--out={folder / 'acts'}", *numbers])
+    return folder / "acts"
+
+
+@pytest.fixture
+def settings(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_sae"])
+    monkeypatch.setattr(smollm2, "load", small.load)
+    for name, value in {"BATCH": 24, "SAVE_EVERY": 2}.items():
+        monkeypatch.setattr(train_sae, name, value)
+    given = vars(train_sae.options())
+    small_ones = {"latents": 16, "k": 3, "epochs": 2, "store": str(folder), "out": str(tmp_path)}
+    with jax.numpy_dtype_promotion("standard"):  # which optax needs
+        yield argparse.Namespace(**{**given, **small_ones})
+
+
+@pytest.fixture
+def vectors(folder):
+    return reader.Vectors(store.read(folder)["resid_post"])
+
+
+def test_a_file(folder, vectors):
+    values = np.asarray(store.read(folder)["resid_post"].read().result()).astype(np.float32)
+    assert vectors.files == BATCHES * BATCH and vectors.rows == T - 1  # eight devices wrote it
+    for file in (0, 7, vectors.files - 1):
+        np.testing.assert_array_equal(vectors.read(file), values[file, 1:])
+    assert vectors.about["layer"] == 1
+
+
+def test_files_to_train_and_to_test_on(vectors):
+    train, test = reader.split(vectors, 4, 0)
+    assert sorted([*train, *test]) == list(range(vectors.files)) and len(test) == 4
+    assert list(test) != list(reader.split(vectors, 4, 1)[1])
+
+
+def test_blocks(vectors):
+    """Every vector once in each epoch, in another order, and those of several files together."""
+    files = list(range(20))
+    blocks = list(reader.blocks(vectors, files, epochs=2, batch=15, together=5, seed=0))
+    assert [block.shape for block in blocks] == [(5, 15, small.D)] * 8
+    rows = np.concatenate([vectors.read(file) for file in files])
+    in_order = lambda rows: rows[np.lexsort(rows.T)]
+    epochs = [np.concatenate(blocks[i : i + 4]).reshape(-1, small.D) for i in (0, 4)]
+    for epoch in epochs:
+        np.testing.assert_array_equal(in_order(epoch), in_order(rows))
+    assert not np.array_equal(*epochs)
+    whose = {row.tobytes(): number // (T - 1) for number, row in enumerate(rows)}
+    sources = [{whose[row.tobytes()] for row in batch} for batch in itertools.chain(*blocks)]
+    assert min(map(len, sources)) >= 3
+
+
+def test_topk():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    encoder, bias, decoder, offset, x = draw(4, 9), draw(9), draw(9, 4), draw(4), draw(20, 4)
+    model = sae.TopK(*map(jnp.asarray, (encoder, bias, decoder, offset)), k=2)
+    latents = np.maximum((x - offset) @ encoder + bias, 0)
+    for row in latents:
+        row[np.argsort(row)[:-2]] = 0
+    np.testing.assert_allclose(jax.vmap(model.encode)(x), latents, atol=1e-5)
+    np.testing.assert_allclose(jax.vmap(model)(x), latents @ decoder + offset, atol=1e-5)
+    np.testing.assert_allclose(
+        jax.vmap(model.rescaled(3.0))(3 * x), 3 * jax.vmap(model)(x), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("k", [0, 2, 4])
+def test_principal_components(k):
+    x = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    mean = x.mean(axis=0)
+    u, s, v = np.linalg.svd(x - mean, full_matrices=False)
+    expected = (u[:, :k] * s[:k]) @ v[:k] + mean
+    np.testing.assert_allclose(jax.vmap(sae.principal(x, k))(x), expected, atol=1e-5)
+
+
+def trained(settings):
+    vectors = reader.Vectors(store.read(train_sae.pathlib.Path(settings.store))["resid_post"])
+    files, _ = reader.split(vectors, 4, settings.seed)
+    return train_sae.train(vectors, files, settings, Report(settings.out))
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_going_on_is_the_same_as_not_stopping(settings, tmp_path, monkeypatch):
+    settings.out = str(tmp_path / "whole")
+    whole = trained(settings)
+
+    settings.out = str(tmp_path / "stopped")
+    steps, calls = training.steps, []
+
+    def stop(*args):
+        calls.append(len(args))
+        if len(calls) == 8:
+            raise Stopped
+        return steps(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match=r"^$"):
+        patch.setattr(training, "steps", stop)
+        trained(settings)
+    jax.tree.map(np.testing.assert_array_equal, trained(settings), whole)
+    assert len(calls) == 8
+
+
+def test_other_settings(settings):
+    trained(settings)
+    settings.latents = 32
+    with pytest.raises(ValueError, match="was started with latents 16, not 32; give another"):
+        trained(settings)
+
+
+def test_a_run(settings, folder):
+    """What it says of the model is what the model does without any of this."""
+    report = train_sae.main(settings)
+    measured = {row.what: row.measured for row in report.rows}
+    found = store.read(folder)
+    files = reader.split(reader.Vectors(found["resid_post"]), train_sae.HELD_OUT, 0)[1]
+    tokens = np.asarray(found["tokens"].read().result())[files]
+    model, _ = small.load()
+    losses = []
+    for row in tokens:
+        logits = np.asarray(model(jnp.asarray(row)), np.float64)[:-1]
+        log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        losses.append(-log_p[np.arange(T - 1), row[1:]].mean())
+    assert measured["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    # Three of sixteen latents are more than three of eight channels.
+    assert 0.3 < measured["variance explained"] < 1
+    off = measured["stored values, off by"]
+    assert 0 < off < 2**-8 and not math.isnan(measured["... with the autoencoder planted"])
+
+
+def test_no_store(tmp_path):
+    with pytest.raises(store.StoreError, match="There is no store in"):
+        store.read(tmp_path)
