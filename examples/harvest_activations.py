@@ -25,6 +25,7 @@ that JAX knows, `--processes` is enough):
 """
 
 import argparse
+import hashlib
 import itertools
 import pathlib
 import sys
@@ -169,6 +170,7 @@ def main(given: argparse.Namespace) -> None:
     saved, done = resume(folder / "progress", stream)
     types = parallel.types(compiled, model, batch, mesh)
     about = {name: getattr(given, name) for name in ("sites", "layer", "seed")}
+    about["texts"] = hashlib.sha256("".join(texts).encode()).hexdigest()
     into = store.create(folder, types, given.batches, about, is_begun=done > 0)
     done = show(run(stream, collect, into, saved, done, max(done, given.batches)), given, done)
     into.resize(done * given.batch, shrink=True)  # if the texts have ended before

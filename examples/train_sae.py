@@ -43,6 +43,7 @@ HELD_OUT = 3  # files
 TOGETHER = 8  # files whose vectors are shuffled together
 BATCH = 512  # vectors
 SAVE_EVERY = 5  # blocks
+SETTINGS = ("site", "latents", "k", "epochs", "rate", "seed")  # that a run cannot go on without
 
 
 def options() -> argparse.Namespace:
@@ -79,13 +80,14 @@ def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report
     scale = np.sqrt(np.mean(np.sum((some - mean) ** 2, axis=1)))
     model = sae.topk(jax.random.key(given.seed), jnp.asarray(mean / scale), given.latents, given.k)
 
-    count = given.epochs * len(files) // TOGETHER
-    steps = count * (TOGETHER * vectors.rows // BATCH)
+    together = min(TOGETHER, len(files))
+    count = given.epochs * len(files) // together
+    steps = count * (together * vectors.rows // BATCH)
     optimiser = optax.adam(optax.cosine_decay_schedule(given.rate, steps))
     state = training.init(model, optimiser)
-    data = iter(reader.blocks(vectors, files, given.epochs, BATCH, TOGETHER, given.seed))
+    data = iter(reader.blocks(vectors, files, given.epochs, BATCH, together, given.seed))
 
-    settings = {**vars(given), "files": vectors.files}
+    settings = {name: getattr(given, name) for name in SETTINGS} | {"files": vectors.files}
     keep = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=SAVE_EVERY)
     saved = ocp.CheckpointManager(pathlib.Path(given.out).absolute() / "progress", options=keep)
     done = saved.latest_step() or 0
@@ -165,7 +167,11 @@ def main(given: argparse.Namespace) -> Report:
     """
     report = Report(given.out)
     acts = store.read(pathlib.Path(given.store).absolute())
+    if given.site not in acts.arrays:
+        raise ValueError(f"there is no {given.site!r} in {acts.folder}, but {sorted(acts.arrays)}")
     vectors = reader.Vectors(acts[given.site])
+    if vectors.files <= HELD_OUT:
+        raise ValueError(f"{vectors.files} files are too few; {HELD_OUT} are to test on")
     files, held_out = reader.split(vectors, HELD_OUT, given.seed)
     trained = train(vectors, files, given, report)
 

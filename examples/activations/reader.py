@@ -20,6 +20,11 @@ class Vectors:
 
     array: ts.TensorStore
 
+    def __post_init__(self):
+        if self.array.rank != 3:
+            shape = "(sequences, T, D)"
+            raise ValueError(f"an array of vectors is {shape}, and this one is {self.array.shape}")
+
     @property
     def files(self) -> int:
         """How many files there are."""

@@ -175,6 +175,13 @@ def test_other_settings(harvest, option):
     assert files(harvest("a")) == before
 
 
+def test_other_texts(harvest, tmp_path):
+    harvest("a")
+    others = small.archive(tmp_path / "others.tar.gz", size=900)
+    with pytest.raises(store.StoreError, match="Give the settings it was made with"):
+        harvest("a", f"--texts={others}")
+
+
 def test_a_store_that_lost_an_array(harvest):
     folder = harvest("a")
     shutil.rmtree(folder / "resid_post")

@@ -138,6 +138,14 @@ def test_other_settings(settings):
         trained(settings)
 
 
+def test_other_sites(settings, folder):
+    settings.site = "z"
+    with pytest.raises(ValueError, match=r"there is no 'z' in .*, but \['resid_post', 'tokens'\]"):
+        train_sae.main(settings)
+    with pytest.raises(ValueError, match=r"is \(sequences, T, D\), and this one is \(80, 16\)"):
+        reader.Vectors(store.read(folder)["tokens"])
+
+
 def test_a_run(settings, folder):
     """What it says of the model is what the model does without any of this."""
     report = train_sae.main(settings)
