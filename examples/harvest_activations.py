@@ -39,7 +39,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array
 from tqdm import tqdm
 
-from .activations import parallel, shakespeare, store
+from .activations import SettingError, command, parallel, shakespeare, store
 from .activations.store import Store
 from .models import smollm2
 
@@ -144,10 +144,10 @@ def main(given: argparse.Namespace) -> None:
 
     **Raises:**
 
-    `OSError` if the texts are not there, or the store cannot be written.
+    `OSError` if the texts are not there, or the store cannot be written; `SettingError` if the
+    settings do not fit the devices or the model.
     """
-    if given.processes > 1:
-        jax.distributed.initialize(given.coordinator, given.processes, given.process)
+    join(given)
     mesh = parallel.make_mesh(given.model)
     texts = shakespeare.works(given.texts)
     model, tokenizer = smollm2.load()
@@ -175,6 +175,18 @@ def main(given: argparse.Namespace) -> None:
     done = show(run(stream, collect, into, saved, done, max(done, given.batches)), given, done)
     into.resize(done * given.batch, shrink=True)  # if the texts have ended before
     saved.close()
+
+
+def join(given: argparse.Namespace) -> None:
+    """Makes one of all processes."""
+    if given.processes == 1:
+        return
+    try:
+        jax.distributed.initialize(given.coordinator, given.processes, given.process)
+    except ValueError as error:
+        raise SettingError(
+            f"JAX cannot tell the processes apart ({error}). Give `--process` and `--coordinator`"
+        ) from None
 
 
 def resume(
@@ -209,7 +221,4 @@ def show(batches: Iterable[int], given: argparse.Namespace, done: int) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        main(options())
-    except OSError as error:
-        sys.exit(str(error))
+    command(lambda: main(options()))

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 import harvest
 
 from ._report import Report
-from .activations import reader, store
+from .activations import SettingError, command, reader, store
 from .harvest_activations import OUT
 from .models import sae, smollm2, training
 from .models.sae import TopK
@@ -122,11 +122,11 @@ def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report
 
 
 def check_same(saved: ocp.CheckpointManager, step: int, settings: dict[str, Any]) -> None:
-    """**Raises:** `ValueError` if what is saved was started with other settings."""
+    """**Raises:** `SettingError` if what is saved was started with other settings."""
     before = saved.restore(step, args=ocp.args.Composite(settings=ocp.args.JsonRestore()))
     for name, value in settings.items():
         if (was := before["settings"].get(name)) != value:
-            raise ValueError(
+            raise SettingError(
                 f"what is in {saved.directory} was started with {name} {was}, not {value}; give "
                 "another folder by `--out`, or delete that one"
             )
@@ -163,15 +163,17 @@ def main(given: argparse.Namespace) -> Report:
 
     **Raises:**
 
-    `OSError` if there is no store; `ValueError` if something else was trained in that folder.
+    `OSError` if there is no store; `SettingError` if something else was trained in that folder.
     """
     report = Report(given.out)
     acts = store.read(pathlib.Path(given.store).absolute())
     if given.site not in acts.arrays:
-        raise ValueError(f"there is no {given.site!r} in {acts.folder}, but {sorted(acts.arrays)}")
+        raise SettingError(
+            f"there is no {given.site!r} in {acts.folder}, but {sorted(acts.arrays)}"
+        )
     vectors = reader.Vectors(acts[given.site])
     if vectors.files <= HELD_OUT:
-        raise ValueError(f"{vectors.files} files are too few; {HELD_OUT} are to test on")
+        raise SettingError(f"{vectors.files} files are too few; {HELD_OUT} are to test on")
     files, held_out = reader.split(vectors, HELD_OUT, given.seed)
     trained = train(vectors, files, given, report)
 
@@ -204,9 +206,5 @@ def main(given: argparse.Namespace) -> Report:
 
 
 if __name__ == "__main__":
-    try:
-        wrong = main(options()).wrong
-    except (OSError, ValueError) as error:
-        sys.exit(str(error))
-    if wrong:
+    if wrong := command(lambda: main(options())).wrong:
         sys.exit(f"Not as expected: {'; '.join(wrong)}.")

@@ -19,6 +19,7 @@ from jaxtyping import Array, Int
 import harvest
 
 from ..models.smollm2 import Block, SmolLM2
+from . import SettingError
 
 WEIGHTS = {  # by their names; those of the layers have an axis of layers in front
     "embedding": P("model"),
@@ -39,11 +40,11 @@ def make_mesh(model: int) -> Mesh:
 
     **Raises:**
 
-    `ValueError` if the devices cannot be divided like that.
+    `SettingError` if the devices cannot be divided like that.
     """
     devices = jax.device_count()
     if devices % model:
-        raise ValueError(f"{devices} devices cannot be divided into groups of {model}")
+        raise SettingError(f"{devices} devices cannot be divided into groups of {model}")
     return jax.make_mesh(
         (devices // model, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2
     )
@@ -54,12 +55,12 @@ def first_layers(model: SmolLM2, count: int) -> SmolLM2:
 
     **Raises:**
 
-    `ValueError` if there are not so many.
+    `SettingError` if there are not so many.
     """
     assert isinstance(model.blocks, Block)
     there = len(model.blocks.mlp.up)
     if not 0 < count <= there:
-        raise ValueError(f"there is no layer {count - 1}; the model has 0 to {there - 1}")
+        raise SettingError(f"there is no layer {count - 1}; the model has 0 to {there - 1}")
     blocks = jax.tree.map(lambda w: w[:count], model.blocks)
     return SmolLM2(model.embedding, blocks, model.norm)
 
@@ -69,7 +70,7 @@ def place(model: SmolLM2, mesh: Mesh) -> SmolLM2:
 
     **Raises:**
 
-    `ValueError` if weights cannot be divided over the axis `model`.
+    `SettingError` if weights cannot be divided over the axis `model`.
     """
 
     def put(path: Sequence[Any], w: Array) -> Array:
@@ -78,7 +79,7 @@ def place(model: SmolLM2, mesh: Mesh) -> SmolLM2:
         for size, axis in zip(w.shape, spec, strict=False):
             if axis is not None and size % mesh.shape[axis]:
                 parts = mesh.shape[axis]
-                raise ValueError(f"{size} of {name!r} cannot be divided over {parts} devices")
+                raise SettingError(f"{size} of {name!r} cannot be divided over {parts} devices")
         return jax.device_put(w, NamedSharding(mesh, spec))
 
     return jax.tree_util.tree_map_with_path(put, model)
@@ -113,10 +114,10 @@ def types(
 
     **Raises:**
 
-    `ValueError` if the sequences cannot be divided over all devices.
+    `SettingError` if the sequences cannot be divided over all devices.
     """
     if batch[0] % mesh.size:
-        raise ValueError(f"{batch[0]} sequences cannot be divided over {mesh.size} devices")
+        raise SettingError(f"{batch[0]} sequences cannot be divided over {mesh.size} devices")
     found = jax.eval_shape(collect, model, jax.ShapeDtypeStruct(batch, jnp.int32))
     rows = NamedSharding(mesh, ROWS)
     with_rows = lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=rows)

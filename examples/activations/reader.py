@@ -9,6 +9,8 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Float, Int
 
+from . import SettingError
+
 
 @dataclasses.dataclass(frozen=True)
 class Vectors:
@@ -23,7 +25,9 @@ class Vectors:
     def __post_init__(self):
         if self.array.rank != 3:
             shape = "(sequences, T, D)"
-            raise ValueError(f"an array of vectors is {shape}, and this one is {self.array.shape}")
+            raise SettingError(
+                f"an array of vectors is {shape}, and this one is {self.array.shape}"
+            )
 
     @property
     def files(self) -> int:

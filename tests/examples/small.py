@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from examples import harvest_activations
+from examples.activations import command
 from examples.models import smollm2
 from examples.models.smollm2 import MLP, Attention, Block, RMSNorm, SmolLM2
 
@@ -74,7 +75,4 @@ def main(given: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except OSError as error:
-        sys.exit(str(error))
+    command(lambda: main(sys.argv[1:]))

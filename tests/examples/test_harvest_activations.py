@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from examples import harvest_activations
-from examples.activations import parallel, shakespeare, store
+from examples.activations import SettingError, parallel, shakespeare, store
 
 from . import small
 
@@ -190,13 +190,13 @@ def test_a_store_that_lost_an_array(harvest):
 
 
 def test_devices_that_do_not_fit(harvest):
-    with pytest.raises(ValueError, match="8 devices cannot be divided into groups of 3"):
+    with pytest.raises(SettingError, match="8 devices cannot be divided into groups of 3"):
         harvest("a", "--model=3")
-    with pytest.raises(ValueError, match="2 of 'key' cannot be divided over 4 devices"):
+    with pytest.raises(SettingError, match="2 of 'key' cannot be divided over 4 devices"):
         harvest("a", "--model=4")
-    with pytest.raises(ValueError, match="12 sequences cannot be divided over 8 devices"):
+    with pytest.raises(SettingError, match="12 sequences cannot be divided over 8 devices"):
         harvest("a", "--batch=12")
-    with pytest.raises(ValueError, match="there is no layer 3; the model has 0 to 2"):
+    with pytest.raises(SettingError, match="there is no layer 3; the model has 0 to 2"):
         harvest("a", "--layer=3")
 
 
@@ -308,6 +308,22 @@ def test_processes(archive, tmp_path):
     finish(alone)
     assert files(tmp_path / "a") == files(tmp_path / "b")
     check(contents(tmp_path / "a"), 8)
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--sites", "resid"], "the key 'resid' matches no site; did you mean 'resid_"),
+        (["--layer=7"], "there is no layer 7; the model has 0 to 2"),
+        (["--processes=2"], "Give `--process` and `--coordinator`"),
+    ],
+)
+def test_messages_of_the_command(archive, tmp_path, more, message):
+    """No traceback, and nothing is made."""
+    wrong = process(archive, tmp_path / "a", *more, batches=1)
+    printed, _ = wrong.communicate(timeout=120)
+    assert wrong.returncode == 1 and message in printed and "Traceback" not in printed
+    assert not list(tmp_path.glob("a/*/zarr.json"))
 
 
 def test_one_ahead():

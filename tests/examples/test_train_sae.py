@@ -12,7 +12,7 @@ import pytest
 
 from examples import train_sae
 from examples._report import Report
-from examples.activations import reader, store
+from examples.activations import SettingError, reader, store
 from examples.models import sae, smollm2, training
 
 from . import small
@@ -134,15 +134,17 @@ def test_going_on_is_the_same_as_not_stopping(settings, tmp_path, monkeypatch):
 def test_other_settings(settings):
     trained(settings)
     settings.latents = 32
-    with pytest.raises(ValueError, match="was started with latents 16, not 32; give another"):
+    with pytest.raises(SettingError, match="was started with latents 16, not 32; give another"):
         trained(settings)
 
 
 def test_other_sites(settings, folder):
     settings.site = "z"
-    with pytest.raises(ValueError, match=r"there is no 'z' in .*, but \['resid_post', 'tokens'\]"):
+    with pytest.raises(
+        SettingError, match=r"there is no 'z' in .*, but \['resid_post', 'tokens'\]"
+    ):
         train_sae.main(settings)
-    with pytest.raises(ValueError, match=r"is \(sequences, T, D\), and this one is \(80, 16\)"):
+    with pytest.raises(SettingError, match=r"is \(sequences, T, D\), and this one is \(80, 16\)"):
         reader.Vectors(store.read(folder)["tokens"])
 
 
