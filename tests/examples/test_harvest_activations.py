@@ -326,6 +326,13 @@ def test_messages_of_the_command(archive, tmp_path, more, message):
     assert not list(tmp_path.glob("a/*/zarr.json"))
 
 
+def test_numbers_of_the_command(capsys):
+    for wrong in ("--length=0", "--batches=-1", "--batch=two"):
+        with pytest.raises(SystemExit, match="2"):
+            harvest_activations.options([wrong])
+        assert f"argument {wrong.partition('=')[0]}: " in capsys.readouterr().err
+
+
 def test_one_ahead():
     """What comes next is begun before an item is handed out."""
     seen = []
