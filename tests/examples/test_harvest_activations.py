@@ -175,6 +175,16 @@ def test_other_settings(harvest, option):
     assert files(harvest("a")) == before
 
 
+def test_another_batch_of_which_each_device_has_as_much(archive, harvest):
+    """Its files would be of the same size, and at other places."""
+    folder = harvest("a")
+    before = files(folder)
+    other = process(archive, folder, "--batch=4", batches=20, devices=4)
+    printed, _ = other.communicate(timeout=120)
+    assert other.returncode == 1 and "Give the settings it was made with" in printed
+    assert files(folder) == before
+
+
 def test_other_texts(harvest, tmp_path):
     harvest("a")
     others = small.archive(tmp_path / "others.tar.gz", size=900)
