@@ -176,8 +176,11 @@ def main(given: argparse.Namespace) -> None:
     folder = pathlib.Path(given.out).absolute()
     saved, done = resume(folder / "progress", stream)
     types = parallel.types(compiled, model, batch, mesh)
-    about = {name: getattr(given, name) for name in ("sites", "layer", "seed", "batch", "length")}
-    about["texts"] = hashlib.sha256("".join(texts).encode()).hexdigest()
+    about = {
+        name: getattr(given, name)
+        for name in ("sites", "layer", "seed", "batch", "length", "model")
+    }
+    about["texts"] = hashlib.sha256(repr(texts).encode()).hexdigest()
     into = store.create(folder, types, given.batches, about, is_begun=done > 0)
     done = show(run(stream, collect, into, saved, done, max(done, given.batches)), given, done)
     into.resize(done * given.batch, shrink=True)  # if the texts have ended before

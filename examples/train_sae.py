@@ -87,7 +87,8 @@ def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report
     state = training.init(model, optimiser)
     data = iter(reader.blocks(vectors, files, given.epochs, BATCH, together, given.seed))
 
-    settings = {name: getattr(given, name) for name in SETTINGS} | {"files": vectors.files}
+    settings = {name: getattr(given, name) for name in SETTINGS}
+    settings |= {"store": vectors.about, "shape": list(vectors.array.shape)}
     keep = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=SAVE_EVERY)
     saved = ocp.CheckpointManager(pathlib.Path(given.out).absolute() / "progress", options=keep)
     done = saved.latest_step() or 0
@@ -167,6 +168,7 @@ def main(given: argparse.Namespace) -> Report:
     """
     report = Report(given.out)
     acts = store.read(pathlib.Path(given.store).absolute())
+    acts.check()
     if given.site not in acts.arrays:
         raise SettingError(
             f"there is no {given.site!r} in {acts.folder}, but {sorted(acts.arrays)}"

@@ -10,6 +10,7 @@ import tensorstore as ts
 from jaxtyping import Float, Int
 
 from . import SettingError
+from .store import explained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Vectors:
 
     def read(self, file: int) -> Float[np.ndarray, "rows D"]:
         """The vectors of a file."""
-        values = self.array[self.part(file), 1:].read().result()
+        with explained(f"read file {file}"):
+            values = self.array[self.part(file), 1:].read().result()
         return np.asarray(values, np.float32).reshape(-1, self.array.shape[-1])
 
     @property

@@ -37,6 +37,15 @@ class Store:
         """How many sequences there are."""
         return min(array.shape[0] for array in self.arrays.values())
 
+    def check(self) -> None:
+        """**Raises:** [`StoreError`][] if some of it is not written, by a run that was stopped."""
+        for name, array in self.arrays.items():
+            with explained(f"read the store in {self.folder}"):
+                there = array.storage_statistics(query_fully_stored=True).result().fully_stored
+            if not there:
+                what = f"Some of {name!r} in {self.folder} is not written"
+                raise StoreError(f"{what}. Give the command that makes it again.")
+
     def write(self, batch: Mapping[str, jax.Array], number: int) -> list[ts.Future]:
         """Begins to write what this process has of a batch.
 
@@ -147,7 +156,13 @@ def read(folder: pathlib.Path) -> Store:
 
 
 def _spec(path: pathlib.Path, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path.absolute())}}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": str(path.absolute())},
+        # What is not written yet is an error to who reads it, and no zeros.
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+    }
     return spec if about is None else {**spec, "metadata": {"attributes": dict(about)}}
 
 
@@ -166,6 +181,10 @@ def explained(what: str) -> Iterator[None]:
 
 
 def _in_our_terms(what: str, text: str) -> StoreError:
+    if text.startswith("NOT_FOUND"):
+        return StoreError(
+            f"Cannot {what}: some of it is not written. Give the command that makes it again."
+        )
     number = re.search(r"\[os_error_code='(\d+)'\]", text)
     reason = os.strerror(int(number[1])) if number else text.partition(" [tensorstore_spec=")[0]
     return StoreError(f"Cannot {what}: {reason}. {_advice(int(number[1]) if number else None)}")

@@ -64,6 +64,19 @@ def contents(folder):
     return {name: np.asarray(array.read().result()) for name, array in found.arrays.items()}
 
 
+def beginning(folder):
+    """The sequences before the first that is missing."""
+    found, rows = store.read(folder), []
+    for number in range(len(found)):
+        futures = {name: array[number].read() for name, array in found.arrays.items()}
+        try:
+            rows.append({name: np.asarray(future.result()) for name, future in futures.items()})
+        except ValueError as error:
+            assert "is missing" in str(error)
+            break
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
 def by_hand(tokens):
     """The residual stream out of the layer, by the parts of the model."""
     model, _ = small.load()
@@ -192,6 +205,35 @@ def test_other_texts(harvest, tmp_path):
         harvest("a", f"--texts={others}")
 
 
+def test_texts_that_end_elsewhere(harvest, tmp_path, monkeypatch):
+    """The same letters, of which some are another text's."""
+    harvest("a")
+    first, second, *rest = small.texts()
+    monkeypatch.setattr(small, "texts", lambda size: [first + second[:9], second[9:], *rest])
+    others = small.archive(tmp_path / "others.tar.gz")
+    with pytest.raises(store.StoreError, match="Give the settings it was made with"):
+        harvest("a", f"--texts={others}")
+
+
+def test_a_run_that_was_stopped_leaves_no_zeros(harvest, monkeypatch):
+    """Who reads what is not there yet is told so."""
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    folder = harvest("a", batches=2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(store.Store, "write", stop)
+        harvest("a", batches=9)
+    found = store.read(folder)
+    with pytest.raises(store.StoreError, match=r"is not written\. Give the command"):
+        found.check()
+    with pytest.raises(ValueError, match="is missing"):
+        found["resid_post"][2 * BATCH :].read().result()
+    harvest("a", batches=9)
+    found.check()
+
+
 def test_a_store_that_lost_an_array(harvest):
     folder = harvest("a")
     shutil.rmtree(folder / "resid_post")
@@ -236,13 +278,11 @@ def finish(running):
 
 def check_recovery(folder, other, harvest, *options):
     """What was written is whole; and the next run goes on as if nothing had been."""
-    found = contents(folder)
-    some = [np.any(v.reshape(len(v), -1) != 0, axis=1) for v in found.values()]
-    (missing,) = np.nonzero(~np.all(some, axis=0))
-    count = missing[0]
-    assert count >= 2 * BATCH
-    stored = found["resid_post"][:count].astype(np.float32)
-    expected = np.stack([by_hand(row) for row in found["tokens"][:count]])
+    found = beginning(folder)
+    count = len(found["tokens"])
+    assert 2 * BATCH <= count < 9 * BATCH
+    expected = np.stack([by_hand(row) for row in found["tokens"]])
+    stored = found["resid_post"].astype(np.float32)
     np.testing.assert_allclose(stored, expected, rtol=2**-7, atol=2**-10)
     again, whole = (files(harvest(name, *options, batches=9)) for name in (folder, other))
     assert again == whole

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import math
+import shutil
 import sys
 
 import jax
@@ -166,6 +167,32 @@ def test_a_run(settings, folder):
     assert 0.3 < measured["variance explained"] < 1
     off = measured["stored values, off by"]
     assert 0 < off < 2**-8 and not math.isnan(measured["... with the autoencoder planted"])
+
+
+def test_a_store_that_is_not_finished(settings, folder, tmp_path):
+    """What is not written is no zeros."""
+    part = tmp_path / "part"
+    shutil.copytree(folder, part)
+    (part / "resid_post" / "c" / "7" / "0" / "0").unlink()
+    settings.store = str(part)
+    with pytest.raises(store.StoreError, match=r"Some of 'resid_post' in .* is not written"):
+        train_sae.main(settings)
+    vectors = reader.Vectors(store.read(part)["resid_post"])
+    with pytest.raises(store.StoreError, match="Cannot read file 7: some of it is not written"):
+        vectors.read(7)
+    assert vectors.read(6).any()
+
+
+def test_another_store_of_as_many_files(settings, folder, tmp_path):
+    trained(settings)
+    other = tmp_path / "other"
+    texts = small.archive(tmp_path / "texts.tar.gz", size=900)
+    sizes = {"batch": BATCH, "length": T, "layer": 1, "batches": BATCHES}
+    numbers = [f"--{name}={value}" for name, value in sizes.items()]
+    small.main([f"--texts={texts}", f"--out={other}", *numbers])
+    settings.store = str(other)
+    with pytest.raises(SettingError, match="was started with store "):
+        trained(settings)
 
 
 def test_no_store(tmp_path):
