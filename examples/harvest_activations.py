@@ -160,6 +160,7 @@ def main(given: argparse.Namespace) -> None:
     model, tokenizer = smollm2.load()
     model = parallel.place(parallel.first_layers(model, given.layer + 1), mesh)
     batch = (given.batch, given.length)
+    parallel.check_sites(model, given.sites, batch)
     if given.plan:
         cost = parallel.cost(model, batch, jnp.bfloat16, mesh)
         chosen = sum(cost[site].nbytes_folded for site in given.sites) * given.batches

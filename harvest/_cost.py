@@ -37,9 +37,10 @@ class SiteCost:
     - `spec`: the `PartitionSpec` that it is counted with; a pytree like the value if that is one.
     - `nbytes`: the size of the collected value, on all devices together, each part counted once. In
         a `while_loop`, of one iteration: there is no stack of all, only what a fold makes of it
-        (`harvest.folds.stack(n)` takes `n` times as much).
+        (`harvest.folds.stack(n)` takes `n` times `nbytes_folded`, and its counters.)
     - `nbytes_folded`: the size of what a fold such as `harvest.folds.last()` or `mean()` makes of
-        it, which has the axes and the dtype of the value: the axes of loops are gone. (Of a pytree,
+        it, which has the axes and the dtype of the value: the axes of loops are gone. (A mean of
+        integers or booleans is float32, which is not counted. Of a pytree,
         all arrays have the axes of batches then. In a `shard_map` it takes more if some of the
         arrays differ between shards and some do not: it stacks them all.)
     - `nbytes_per_device`, `nbytes_folded_per_device`: how many of these each device has.

@@ -107,6 +107,15 @@ def collector(sites: Sequence[str], dtype: Any, mesh: Mesh) -> Callable[..., dic
     return jax.jit(collect, out_shardings=NamedSharding(mesh, ROWS))
 
 
+def check_sites(model: SmolLM2, sites: Sequence[str], batch: tuple[int, int]) -> None:
+    """**Raises:** `SettingError` if a site is in no layer: behind them it would be another value."""
+    found = harvest.sites(jax.vmap(model))(jax.ShapeDtypeStruct(batch, jnp.int32))
+    known = [site.key for site in found if any(axis.kind == "loop" for axis in site.axes)]
+    for site in sites:
+        if site not in known:
+            raise SettingError(f"{site!r} is no site of a layer; these are: {', '.join(known)}")
+
+
 def types(
     collect: Callable[..., dict[str, Array]], model: SmolLM2, batch: tuple[int, int], mesh: Mesh
 ) -> dict[str, jax.ShapeDtypeStruct]:

@@ -82,7 +82,10 @@ class Store:
                 if (grow and there < sequences) or (shrink and there > sequences):
                     size = [sequences, *[None for _ in rest]]
                     self.arrays[name] = array.resize(
-                        exclusive_max=size, expand_only=grow, shrink_only=shrink
+                        exclusive_max=size,
+                        resize_metadata_only=True,  # else it visits every file that never was
+                        expand_only=grow,
+                        shrink_only=shrink,
                     ).result()
 
 

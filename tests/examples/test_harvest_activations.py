@@ -152,6 +152,8 @@ def test_texts_that_end(harvest):
     whole = letters // T // BATCH
     once = files(harvest("a", batches=whole + 50))
     check(contents(harvest("a", batches=whole + 50)), whole)
+    folder = harvest("a", batches=whole + 500)
+    assert sum(path.is_dir() for path in folder.rglob("*")) < 5 * BATCH * whole  # no empty ones
     assert files(harvest("a", batches=whole + 60)) == once == files(harvest("b", batches=whole))
 
 
@@ -363,7 +365,8 @@ def test_processes(archive, tmp_path):
 @pytest.mark.parametrize(
     "more, message",
     [
-        (["--sites", "resid"], "the key 'resid' matches no site; did you mean 'resid_"),
+        (["--sites", "resid"], "'resid' is no site of a layer; these are: resid_pre, "),
+        (["--sites", "final"], "'final' is no site of a layer"),
         (["--layer=7"], "there is no layer 7; the model has 0 to 2"),
         (["--processes=2"], "Give `--process` and `--coordinator`"),
     ],
