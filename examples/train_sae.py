@@ -34,7 +34,7 @@ import harvest
 
 from ._report import Report
 from .activations import SettingError, command, reader, store
-from .harvest_activations import OUT
+from .harvest_activations import OUT, positive
 from .models import sae, smollm2, training
 from .models.sae import TopK
 from .models.smollm2 import SmolLM2
@@ -52,9 +52,9 @@ def options() -> argparse.Namespace:
     add = parser.add_argument
     add("--store", default=OUT, help="the folder that examples.harvest_activations wrote")
     add("--site", default="resid_post", help="what to train on")
-    add("--latents", type=int, default=2304, help="how many directions")
-    add("--k", type=int, default=32, help="how many of them in each vector")
-    add("--epochs", type=int, default=3, help="how often each vector is seen")
+    add("--latents", type=positive, default=2304, help="how many directions")
+    add("--k", type=positive, default=32, help="how many of them in each vector")
+    add("--epochs", type=positive, default=3, help="how often each vector is seen")
     add("--rate", type=float, default=2e-3, help="the first learning rate of Adam")
     add("--seed", type=int, default=0, help="what is random follows from it")
     add("--out", default=f"{OUT}/sae", help="the folder for what is trained")
@@ -80,9 +80,15 @@ def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report
     scale = np.sqrt(np.mean(np.sum((some - mean) ** 2, axis=1)))
     model = sae.topk(jax.random.key(given.seed), jnp.asarray(mean / scale), given.latents, given.k)
 
+    if BATCH % jax.device_count():
+        raise SettingError(f"{BATCH} vectors cannot be divided over {jax.device_count()} devices")
+    if given.k > given.latents:
+        raise SettingError(f"{given.k} of {given.latents} latents cannot be kept")
     together = min(TOGETHER, len(files))
     count = given.epochs * len(files) // together
     steps = count * (together * vectors.rows // BATCH)
+    if steps < 1:
+        raise SettingError(f"there are no {BATCH} vectors to train on")
     optimiser = optax.adam(optax.cosine_decay_schedule(given.rate, steps))
     state = training.init(model, optimiser)
     data = iter(reader.blocks(vectors, files, given.epochs, BATCH, together, given.seed))

@@ -108,7 +108,7 @@ def collector(sites: Sequence[str], dtype: Any, mesh: Mesh) -> Callable[..., dic
 
 
 def check_sites(model: SmolLM2, sites: Sequence[str], batch: tuple[int, int]) -> None:
-    """**Raises:** `SettingError` if a site is in no layer: behind them it would be another value."""
+    """**Raises:** `SettingError` if a site is in no layer: behind them it is another value."""
     found = harvest.sites(jax.vmap(model))(jax.ShapeDtypeStruct(batch, jnp.int32))
     known = [site.key for site in found if any(axis.kind == "loop" for axis in site.axes)]
     for site in sites:

@@ -169,6 +169,26 @@ def test_a_run(settings, folder):
     assert 0 < off < 2**-8 and not math.isnan(measured["... with the autoencoder planted"])
 
 
+@pytest.mark.parametrize(
+    "constant, value, message",
+    [
+        ("BATCH", 20, "20 vectors cannot be divided over 8 devices"),
+        ("BATCH", 8000, "there are no 8000 vectors to train on"),
+        ("HELD_OUT", 80, "80 files are too few; 80 are to test on"),
+    ],
+)
+def test_what_cannot_be_trained(settings, monkeypatch, constant, value, message):
+    monkeypatch.setattr(train_sae, constant, value)
+    with pytest.raises(SettingError, match=message):
+        train_sae.main(settings)
+
+
+def test_more_latents_than_there_are(settings):
+    settings.k = 17
+    with pytest.raises(SettingError, match="17 of 16 latents cannot be kept"):
+        train_sae.main(settings)
+
+
 def test_a_store_that_is_not_finished(settings, folder, tmp_path):
     """What is not written is no zeros."""
     part = tmp_path / "part"
