@@ -379,6 +379,69 @@ def test_messages_of_the_command(archive, tmp_path, more, message):
     assert not list(tmp_path.glob("a/*/zarr.json"))
 
 
+class Noted:
+    """Texts, a store and what keeps the place, of which each writes down what it is asked for."""
+
+    folder = "nowhere"
+
+    def __init__(self, count):
+        self.seen = []
+        self.left = iter(range(count))
+
+    def __iter__(self):
+        return self.left
+
+    def get_state(self):
+        return {}
+
+    def collect(self, number):
+        self.seen.append(f"compute {number}")
+        return {}
+
+    def write(self, acts, number):
+        self.seen.append(f"write {number}")
+        return [number]
+
+    def wait(self, futures):
+        self.seen.append(f"written {futures[0]}")
+
+    def save(self, done, **_):
+        self.seen.append(f"save {done}")
+
+
+def test_the_order_of_a_run():
+    """A batch is begun before the last is written, and kept as done when it is on the disk."""
+    noted = Noted(4)
+    assert [*harvest_activations.run(noted, noted.collect, noted, noted, 0, 4)] == [1, 2, 3, 4]
+    at = noted.seen.index
+    for i in range(4):
+        assert at(f"compute {i}") < at(f"write {i}") < at(f"written {i}") < at(f"save {i + 1}")
+    for i in range(3):
+        assert at(f"compute {i + 1}") < at(f"write {i}")  # which waits until it is computed
+        assert at(f"write {i + 1}") < at(f"written {i}")
+    assert at("compute 3") > at("written 0")  # no more than three at once are in memory
+
+
+def test_a_run_goes_on_from_where_it_was(harvest, monkeypatch):
+    """And computes nothing again but what came after the place that was kept."""
+    kept, computed = 5, []
+    monkeypatch.setattr(harvest_activations, "SAVE_EVERY", kept)
+    place_batch = parallel.place_batch
+
+    def count(tokens, mesh):
+        if len(computed) == 9:
+            raise KeyboardInterrupt
+        computed.append(tokens)
+        return place_batch(tokens, mesh)
+
+    monkeypatch.setattr(parallel, "place_batch", count)
+    with pytest.raises(KeyboardInterrupt):
+        harvest("a", batches=12)
+    computed.clear()
+    harvest("a", batches=12)
+    assert len(computed) == 12 - kept
+
+
 def test_numbers_of_the_command(capsys):
     for wrong in ("--length=0", "--batches=-1", "--batch=two"):
         with pytest.raises(SystemExit, match="2"):
