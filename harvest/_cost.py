@@ -44,7 +44,8 @@ class SiteCost:
         all arrays have the axes of batches then. In a `shard_map` it takes more if some of the
         arrays differ between shards and some do not: it stacks them all.)
     - `nbytes_per_device`, `nbytes_folded_per_device`: how many of these each device has.
-    - `nbytes_per_token`: `nbytes` for each token; None if `tokens` is not given.
+    - `nbytes_per_token`, `nbytes_folded_per_token`: `nbytes` and `nbytes_folded` for each token; None
+        if `tokens` is not given.
     """
 
     key: str
@@ -58,6 +59,7 @@ class SiteCost:
     nbytes_per_device: Any
     nbytes_folded_per_device: Any
     nbytes_per_token: Any
+    nbytes_folded_per_token: Any
 
 
 class Cost(Sequence[SiteCost]):
@@ -79,7 +81,7 @@ class Cost(Sequence[SiteCost]):
         cost = harvest.sites(model)(jnp.ones((10, 3))).cost(tokens=10, dtype=jnp.bfloat16)
         assert cost["h"] is cost[0]
         assert cost.nbytes == 4 * 10 * 3 * 2 and cost.nbytes_folded == 10 * 3 * 2
-        assert cost.nbytes_per_token == 4 * 3 * 2
+        assert cost.nbytes_per_token == 4 * 3 * 2 and cost.nbytes_folded_per_token == 3 * 2
         print(cost)
         ```
 
@@ -136,7 +138,12 @@ class Cost(Sequence[SiteCost]):
     @property
     def nbytes_per_token(self) -> Any:
         """The size of all values for each token; None if `tokens` was not given."""
-        return None if self.tokens is None else per_token(self.nbytes, self.tokens)
+        return per_token(self.nbytes, self.tokens)
+
+    @property
+    def nbytes_folded_per_token(self) -> Any:
+        """The size of all folded values for each token; None if `tokens` was not given."""
+        return per_token(self.nbytes_folded, self.tokens)
 
     def __repr__(self) -> str:
         count = f"{len(self)} site{'' if len(self) == 1 else 's'}"
@@ -152,6 +159,8 @@ class Cost(Sequence[SiteCost]):
                 shown |= {"folded per device"}
         if self.tokens is not None:
             shown |= {"per token"}
+            if "folded" in shown:
+                shown |= {"folded per token"}
         columns = [number for number, name in enumerate(_HEADER) if name in shown]
         head, *lines, total = aligned([[row[number] for number in columns] for row in rows])
         rule = "-" * max(map(len, (head, *lines, total)))
@@ -169,22 +178,24 @@ _HEADER = (
     "per device",
     "folded per device",
     "per token",
+    "folded per token",
 )
 
 
 def _sizes(cost: SiteCost | Cost) -> tuple[Any, ...]:
-    each = 0 if cost.nbytes_per_token is None else cost.nbytes_per_token
     per_device = cost.nbytes_per_device, cost.nbytes_folded_per_device
-    return (cost.nbytes, cost.nbytes_folded, *per_device, each)
+    each = cost.nbytes_per_token, cost.nbytes_folded_per_token
+    of_tokens = (0 if size is None else size for size in each)
+    return (cost.nbytes, cost.nbytes_folded, *per_device, *of_tokens)
 
 
 def _row(row: SiteCost) -> tuple[str, ...]:
     specs = [str(spec) for spec in jax.tree.leaves(row.spec) if _splits(spec)]
-    size, folded, on_each, folded_on_each, each = map(human, _sizes(row))
+    size, folded, on_each, folded_on_each, each, folded_each = map(human, _sizes(row))
     if None in row.loops:
         size, on_each, each = (f"? x {cell}" for cell in (size, on_each, each))
     split = " ".join(specs) or "not split"
-    return (row.key, row.type, split, size, folded, on_each, folded_on_each, each)
+    return (row.key, row.type, split, size, folded, on_each, folded_on_each, each, folded_each)
 
 
 def _splits(spec: Any) -> bool:
@@ -192,6 +203,11 @@ def _splits(spec: Any) -> bool:
 
 
 def per_token(nbytes: Any, tokens: Any) -> Any:
-    """Bytes for each token; of a shape polymorphic program, rounded down if they are no integer."""
+    """Bytes for each token; of a shape polymorphic program, rounded down if they are no integer.
+
+    None if it is not known how many tokens there are.
+    """
+    if tokens is None:
+        return None
     known = isinstance(nbytes, int) and isinstance(tokens, int | float)
     return nbytes / tokens if known else nbytes // tokens

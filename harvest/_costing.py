@@ -41,7 +41,8 @@ def _count(tokens: Any) -> Any:
         tokens = (
             tokens.item() if isinstance(tokens, np.generic | np.ndarray | jax.Array) else tokens
         )
-        if tokens >= 1:
+        no_count = isinstance(tokens, bool) or (isinstance(tokens, float) and math.isinf(tokens))
+        if not no_count and tokens >= 1:
             return tokens
     except (TypeError, ValueError):  # it is no number
         pass
@@ -53,7 +54,7 @@ def _count(tokens: Any) -> Any:
 
 def _floating(dtype: Any) -> Any:
     try:
-        known = jnp.dtype(dtype)
+        known = jax.dtypes.canonicalize_dtype(dtype)  # `float` is what JAX makes of it
     except TypeError:
         known = None
     if known is None or not jnp.issubdtype(known, jnp.floating):
@@ -113,6 +114,7 @@ def _of_site(site: Site, splits: Sequence[Split], tokens: Any, dtype: Any) -> Si
     whole, folded = list(_whole(tree)), list(_folded(tree))
     loops = tuple(axis.size for axis in site.axes if axis.kind == "loop")
     nbytes = sum(s.nbytes(s.whole) for s in whole)
+    nbytes_folded = sum(s.nbytes(s.folded) for s in folded)
     return SiteCost(
         key=site.key,
         occurrence=site.occurrence,
@@ -126,10 +128,11 @@ def _of_site(site: Site, splits: Sequence[Split], tokens: Any, dtype: Any) -> Si
             lambda leaf: leaf.split.spec if isinstance(leaf, _Stored) else None, tree
         ),
         nbytes=nbytes,
-        nbytes_folded=sum(s.nbytes(s.folded) for s in folded),
+        nbytes_folded=nbytes_folded,
         nbytes_per_device=sum(s.per_device(s.whole) for s in whole),
         nbytes_folded_per_device=sum(s.per_device(s.folded) for s in folded),
-        nbytes_per_token=None if tokens is None else per_token(nbytes, tokens),
+        nbytes_per_token=per_token(nbytes, tokens),
+        nbytes_folded_per_token=per_token(nbytes_folded, tokens),
     )
 
 

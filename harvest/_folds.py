@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 from jaxtyping import Array
@@ -121,7 +122,8 @@ def _mean_dtype(aval: Any) -> Any:
     _check_numbers(aval)
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         raise SelectError(f"got a fold that adds, and values of type {_types.short(aval)}")
-    return jax.eval_shape(jnp.mean, aval).dtype
+    dtype = aval.dtype if jnp.issubdtype(aval.dtype, jnp.inexact) else _computed(aval.dtype)
+    return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((), dtype)).dtype
 
 
 def _accumulated(aval: Any) -> Any:
@@ -132,7 +134,16 @@ def _accumulated(aval: Any) -> Any:
 def _promoted(a: Any, b: Any) -> Any:
     """The dtype for values of both, whatever the user has set."""
     with jax.numpy_dtype_promotion("standard"):
-        return jnp.promote_types(a, b)
+        return jnp.promote_types(_computed(a), _computed(b))
+
+
+def _computed(dtype: Any) -> Any:
+    """A dtype that has all values of one which JAX stores only: which it does not promote."""
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return jnp.int8
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16:
+        return jnp.float32
+    return dtype
 
 
 class MaximumFold(Fold):
@@ -162,7 +173,7 @@ def _lowest(aval: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).min
     if jnp.issubdtype(dtype, jnp.floating):
-        return -jnp.inf
+        return -np.inf if np.isinf(np.asarray(np.inf).astype(dtype)) else jnp.finfo(dtype).min
     raise SelectError(f"got a fold that compares values, which those of type `{dtype}` cannot be")
 
 
@@ -275,7 +286,7 @@ class TopKFold(Fold):
 
 
 def _order(values: Any, k: int) -> Any:
-    return lax.top_k(jnp.moveaxis(values, 0, -1), k)[1]
+    return lax.top_k(jnp.moveaxis(values, 0, -1).astype(_computed(values.dtype)), k)[1]
 
 
 class EveryFold(Fold):

@@ -163,8 +163,8 @@ def maximum() -> Fold:
 
     **Returns:**
 
-    A [`harvest.Fold`][] whose result is of the type of one value. Minus infinity, or the least
-    integer, if nothing ran; NaN if a value was NaN.
+    A [`harvest.Fold`][] whose result is of the type of one value. Minus infinity if nothing ran, or
+    the least number of a dtype without it; NaN if a value was NaN.
 
     **Raises:**
 

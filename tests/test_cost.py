@@ -85,6 +85,7 @@ def test_by_hand(dtype, size):
             one // parts,
         )
         assert row.nbytes_per_token == layers * numbers * size
+        assert row.nbytes_folded_per_token == numbers * size
         assert row.spec == SPECS.get(row.key, P())
         assert row.loops == (() if layers == 1 else (LAYERS,))
     rows = list(WANTED.values())
@@ -93,12 +94,20 @@ def test_by_hand(dtype, size):
     assert cost.nbytes_per_device == sum(n * m // p for n, m, p in rows) * TOKENS * size
     assert cost.nbytes_folded_per_device == sum(n * TOKENS * size // p for n, _, p in rows)
     assert cost.nbytes_per_token == sum(n * layers for n, layers, _ in rows) * size
+    assert cost.nbytes_folded_per_token == sum(n for n, _, _ in rows) * size
 
 
 def test_of_one_device():
     cost = table().cost()
     assert cost.nbytes == cost.nbytes_per_device == table().nbytes
-    assert cost.nbytes_per_token is None and cost["embed"].nbytes_per_token is None
+    for each in (cost, cost["embed"]):
+        assert each.nbytes_per_token is None and each.nbytes_folded_per_token is None
+
+
+def test_a_dtype_is_what_jax_makes_of_it():
+    for given in (float, np.float64, jnp.float32):
+        assert table().cost(dtype=given)["embed"].type == "f32[8,32,64]"
+        assert table().cost(dtype=given).nbytes == table().nbytes
 
 
 @pytest.mark.parametrize("tokens", [64, 64.0, np.int64(64), np.float32(64), jnp.int32(64)])
@@ -132,7 +141,12 @@ def test_printed():
     head, rule, *rows, end, total = str(cost).splitlines()
     assert len(rows) == 4
     columns = ["key", "type", "split", "size", "folded", "per device"]
-    assert re.split("  +", head) == [*columns, "folded per device", "per token"]
+    assert re.split("  +", head) == [
+        *columns,
+        "folded per device",
+        "per token",
+        "folded per token",
+    ]
     assert set(rule) == set(end) == {"-"}
     assert re.split("  +", rows[1].strip()) == [
         "layers/pattern",
@@ -143,6 +157,7 @@ def test_printed():
         "49.2 kB",
         "8.2 kB",
         "1.5 kB",
+        "256 B",
     ]
     assert re.split("  +", rows[3])[1:3] == ["bf16[6,8,32,64]", "not split"]
     assert re.match(r"4 sites +8 devices +1\.4 MB", total)
@@ -184,6 +199,8 @@ ERRORS = [
     ({"tokens": 0}, "tokens=0; wanted how many tokens", ValueError),
     ({"tokens": np.ones(2)}, "wanted how many tokens", ValueError),
     ({"tokens": float("nan")}, "tokens=nan; wanted how many tokens", ValueError),
+    ({"tokens": True}, "tokens=True; wanted how many tokens", ValueError),
+    ({"tokens": float("inf")}, "tokens=inf; wanted how many tokens", ValueError),
     ({"tokens": "many"}, "tokens='many'; wanted how many tokens", ValueError),
     ({"dtype": jnp.int8}, "int8.*; wanted the floating-point dtype", ValueError),
     ({"dtype": "brain"}, "dtype='brain'; wanted the floating-point dtype", ValueError),

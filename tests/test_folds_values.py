@@ -21,6 +21,17 @@ VALUES = {  # values, and the dtype of their mean
     "bool": (jnp.array([[False, True], [True, False], [False, False]]), FLOAT),
     "complex64": (jnp.array([[2 + 1j, 5], [-1j, 0.5], [4, 1 - 2j]]), np.complex64),
 }
+STORED_ONLY = {  # dtypes that JAX does not promote; most of these floats have no infinities
+    "float8_e4m3fn": ([[2, -5], [-1.5, -0.5], [4, -1]], jnp.float8_e4m3fn),
+    "float8_e4m3fnuz": ([[2, -5], [-1.5, -0.5], [4, -1]], jnp.float8_e4m3fnuz),
+    "float8_e4m3b11fnuz": ([[2, -5], [-1.5, -0.5], [4, -1]], jnp.float8_e4m3b11fnuz),
+    "float8_e5m2": ([[2, -5], [-1.5, -0.5], [4, -1]], jnp.float8_e5m2),
+    "float8_e5m2fnuz": ([[2, -5], [-1.5, -0.5], [4, -1]], jnp.float8_e5m2fnuz),
+    "float4_e2m1fn": ([[2, -6], [-1.5, -0.5], [4, -1]], jnp.float4_e2m1fn),
+    "int4": ([[2, -5], [-1, -8], [7, -6]], FLOAT),
+    "uint4": ([[2, 15], [1, 0], [7, 3]], FLOAT),
+}
+VALUES |= {name: (jnp.array(xs, name), dtype) for name, (xs, dtype) in STORED_ONLY.items()}
 ORDERED = [name for name in VALUES if name != "complex64"]
 
 
@@ -61,6 +72,15 @@ def test_means_have_the_dtype_of_jnp_mean(name):
     same(mean, wide.mean(axis=0), dtype)
     same(moments.mean, wide.mean(axis=0), dtype)
     same(moments.variance, wide.var(axis=0), FLOAT if name == "complex64" else dtype)
+
+
+@pytest.mark.parametrize("dtype", ["int2", "uint2"])
+def test_two_bits(dtype):
+    """XLA cannot do all with these; `jnp.mean` would round what it returns to an integer."""
+    xs = jnp.array([[1, 0], [1, 1], [0, 0]], dtype)
+    mean, moments = folded((folds.mean(), folds.moments()), xs)
+    same(mean, [2 / 3, 1 / 3], FLOAT)
+    same(moments.variance, [2 / 9, 2 / 9], FLOAT)
 
 
 @pytest.mark.parametrize("name", ORDERED)
