@@ -35,15 +35,19 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array
 from tqdm import tqdm
+
+import harvest
 
 from .activations import SettingError, command, parallel, shakespeare, store
 from .activations.store import Store
 from .models import smollm2
 
 OUT = "examples/out/activations"
+TOKEN_BYTES = 4  # of int32
 SAVE_EVERY = 20  # batches; after a kill, those since then are computed again
 
 
@@ -156,17 +160,20 @@ def main(given: argparse.Namespace) -> None:
     """
     join(given)
     mesh = parallel.make_mesh(given.model)
-    texts = shakespeare.works(given.texts)
-    model, tokenizer = smollm2.load()
-    model = parallel.place(parallel.first_layers(model, given.layer + 1), mesh)
     batch = (given.batch, given.length)
+    parallel.check_batch(batch, mesh)
+    model, tokenizer = smollm2.load()
+    model = parallel.first_layers(model, given.layer + 1)
     parallel.check_sites(model, given.sites, batch)
     if given.plan:
-        cost = parallel.cost(model, batch, jnp.bfloat16, mesh)
-        chosen = sum(cost[site].nbytes_folded for site in given.sites) * given.batches
-        print(cost)
-        print(f"{chosen / 1e6:.1f} MB for {', '.join(given.sites)} of {given.batches} batches")
+        plan(parallel.cost(model, batch, jnp.bfloat16, mesh), given)
         return
+    texts = shakespeare.works(given.texts)
+    fingerprints = {
+        "weights": fingerprint(jax.tree.leaves(model)),
+        "texts": fingerprint(map(str.encode, [tokenizer.to_str(), *texts])),
+    }
+    model = parallel.place(model, mesh)
     compiled = parallel.collector(given.sites, jnp.bfloat16, mesh)
     collect = lambda tokens: compiled(model, parallel.place_batch(tokens, mesh))
     stream = iter(shakespeare.batches(texts, tokenizer, given.batch, given.length, given.seed))
@@ -177,15 +184,40 @@ def main(given: argparse.Namespace) -> None:
     folder = pathlib.Path(given.out).absolute()
     saved, done = resume(folder / "progress", stream)
     types = parallel.types(compiled, model, batch, mesh)
-    about = {
-        name: getattr(given, name)
-        for name in ("sites", "layer", "seed", "batch", "length", "model")
-    }
-    about["texts"] = hashlib.sha256(repr(texts).encode()).hexdigest()
+    about = settings(given) | fingerprints
     into = store.create(folder, types, given.batches, about, is_begun=done > 0)
     done = show(run(stream, collect, into, saved, done, max(done, given.batches)), given, done)
     into.resize(done * given.batch, shrink=True)  # if the texts have ended before
     saved.close()
+    if jax.process_index() == 0:
+        ended = "" if done >= given.batches else "; the texts have no more"
+        print(f"{done} batches of {given.batch} x {given.length} tokens are in {folder}{ended}")
+
+
+def plan(cost: harvest.Cost, given: argparse.Namespace) -> None:
+    """Says what each site takes of a batch, and the chosen ones of all."""
+    print(cost)
+    tokens = given.batches * given.batch * given.length
+    of_token = sum(cost[site].nbytes_folded_per_token for site in given.sites) + TOKEN_BYTES
+    print(
+        f"{of_token * tokens / 1e6:.1f} MB for {', '.join(given.sites)} and the tokens of "
+        f"{given.batches} batches, {tokens:,} tokens of {of_token:.0f} B"
+    )
+
+
+def settings(given: argparse.Namespace) -> dict[str, Any]:
+    """What the contents of a store follow from, beside the model and the texts."""
+    names = ("layer", "seed", "batch", "length", "model")
+    chosen = {name: getattr(given, name) for name in names}
+    return {"sites": sorted(given.sites), **chosen, "devices": jax.device_count()}
+
+
+def fingerprint(parts: Iterable[Any]) -> str:
+    """Of bytes or arrays: whether they are the same, and each ends where it did."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(hashlib.sha256(np.asarray(part) if isinstance(part, Array) else part).digest())
+    return whole.hexdigest()[:16]
 
 
 def join(given: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ Takes about a minute after the default harvest.
 """
 
 import argparse
+import functools
 import pathlib
 import sys
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from jaxtyping import Array, Float, Int
 import harvest
 
 from ._report import Report
-from .activations import SettingError, command, reader, store
+from .activations import SettingError, check_same, command, reader, store
 from .harvest_activations import OUT, positive
 from .models import sae, smollm2, training
 from .models.sae import TopK
@@ -42,7 +43,8 @@ from .models.smollm2 import SmolLM2
 HELD_OUT = 3  # files
 TOGETHER = 8  # files whose vectors are shuffled together
 BATCH = 512  # vectors
-SAVE_EVERY = 5  # blocks
+AT_ONCE = 24  # steps in one call
+SAVE_EVERY = 5  # calls
 SETTINGS = ("site", "latents", "k", "epochs", "rate", "seed")  # that a run cannot go on without
 
 
@@ -84,22 +86,31 @@ def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report
         raise SettingError(f"{BATCH} vectors cannot be divided over {jax.device_count()} devices")
     if given.k > given.latents:
         raise SettingError(f"{given.k} of {given.latents} latents cannot be kept")
-    together = min(TOGETHER, len(files))
-    count = given.epochs * len(files) // together
-    steps = count * (together * vectors.rows // BATCH)
+    steps = reader.count(vectors, files, given.epochs, BATCH)
     if steps < 1:
         raise SettingError(f"there are no {BATCH} vectors to train on")
     optimiser = optax.adam(optax.cosine_decay_schedule(given.rate, steps))
     state = training.init(model, optimiser)
-    data = iter(reader.blocks(vectors, files, given.epochs, BATCH, together, given.seed))
+    batches = reader.batches(
+        vectors,
+        files,
+        given.epochs,
+        BATCH,
+        at_once=AT_ONCE,
+        together=TOGETHER,
+        seed=given.seed,
+    )
+    data = iter(batches)
 
     settings = {name: getattr(given, name) for name in SETTINGS}
+    settings |= {"batch": BATCH, "at_once": AT_ONCE, "together": TOGETHER, "held_out": HELD_OUT}
     settings |= {"store": vectors.about, "shape": list(vectors.array.shape)}
     keep = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=SAVE_EVERY)
     saved = ocp.CheckpointManager(pathlib.Path(given.out).absolute() / "progress", options=keep)
     done = saved.latest_step() or 0
     if done:
-        check_same(saved, done, settings)
+        kept = saved.restore(done, args=ocp.args.Composite(settings=ocp.args.JsonRestore()))
+        check_same(saved.directory, kept["settings"], settings)
         found = saved.restore(
             done,
             args=ocp.args.Composite(
@@ -112,6 +123,7 @@ def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, P(None, "data"))
     model, state = jax.device_put((model, state), NamedSharding(mesh, P()))
+    count = -(-steps // AT_ONCE)
     for number in report.track(range(done + 1, count + 1), "Training an autoencoder"):
         xs = jax.device_put(next(data) / scale, split)
         model, state, _ = training.steps(model, state, xs, loss, optimiser)
@@ -126,17 +138,6 @@ def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report
         )
     saved.close()
     return model.rescaled(scale)
-
-
-def check_same(saved: ocp.CheckpointManager, step: int, settings: dict[str, Any]) -> None:
-    """**Raises:** `SettingError` if what is saved was started with other settings."""
-    before = saved.restore(step, args=ocp.args.Composite(settings=ocp.args.JsonRestore()))
-    for name, value in settings.items():
-        if (was := before["settings"].get(name)) != value:
-            raise SettingError(
-                f"what is in {saved.directory} was started with {name} {was}, not {value}; give "
-                "another folder by `--out`, or delete that one"
-            )
 
 
 class Behind(eqx.Module):
@@ -155,14 +156,15 @@ def predict(model: Any, tokens: Int[Array, "batch T"]) -> Float[Array, ""]:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
+@eqx.filter_jit
 def difference(
     model: SmolLM2, site: str, layer: int, tokens: Int[Array, "sequences T"], stored: Array
-) -> float:
+) -> Float[Array, ""]:
     """What stored vectors are off by, beside their length, from what the whole model computes."""
     select = {site: harvest.folds.at(layer)}
     own = harvest.reap(jax.vmap(model), select)(tokens)[site][:, 1:].reshape(stored.shape)
     norm = lambda x: jnp.linalg.norm(x, axis=-1)
-    return float(jnp.max(norm(own - stored) / norm(own)))
+    return jnp.max(norm(own - stored) / norm(own))
 
 
 def main(given: argparse.Namespace) -> Report:
@@ -196,8 +198,9 @@ def main(given: argparse.Namespace) -> Report:
         layer = vectors.about["layer"]
         tokens = [acts["tokens"][vectors.part(file)].read().result() for file in held_out]
         tokens = list(map(jnp.asarray, tokens))
-        stored = jnp.asarray(vectors.read(held_out[0]))
-        off = difference(model, given.site, layer, tokens[0], stored)
+        stored = [jnp.asarray(vectors.read(file)) for file in held_out]
+        offs = map(functools.partial(difference, model, given.site, layer), tokens, stored)
+        off = float(np.max(list(offs)))
         losses = []
         for edit in (None, trained, components, sae.principal(known, 0)):
             plants = {} if edit is None else {given.site: harvest.at(layer, Behind(edit))}
@@ -206,7 +209,7 @@ def main(given: argparse.Namespace) -> Report:
         own, spliced, linear, mean = losses
 
     report.expect("stored values, off by", off, 0, 2**-8, "8 bits of bfloat16")
-    report.expect("variance explained", share, of_components, 1, "principal components")
+    report.expect("variance explained", share, max(0, of_components), 1, "principal components")
     report.expect("loss", own, 0, np.log(len(model.embedding)), "uniform")
     report.expect("... with the autoencoder planted", spliced, own, linear, "principal components")
     report.expect("... with the mean planted", mean, linear, np.inf, "principal components")

@@ -44,8 +44,8 @@ class SiteCost:
         all arrays have the axes of batches then. In a `shard_map` it takes more if some of the
         arrays differ between shards and some do not: it stacks them all.)
     - `nbytes_per_device`, `nbytes_folded_per_device`: how many of these each device has.
-    - `nbytes_per_token`, `nbytes_folded_per_token`: `nbytes` and `nbytes_folded` for each token; None
-        if `tokens` is not given.
+    - `nbytes_per_token`, `nbytes_folded_per_token`: how many of these are of each token; None if
+        `tokens` is not given.
     """
 
     key: str

@@ -107,6 +107,12 @@ def collector(sites: Sequence[str], dtype: Any, mesh: Mesh) -> Callable[..., dic
     return jax.jit(collect, out_shardings=NamedSharding(mesh, ROWS))
 
 
+def check_batch(batch: tuple[int, int], mesh: Mesh) -> None:
+    """**Raises:** `SettingError` if its sequences cannot be divided over all devices."""
+    if batch[0] % mesh.size:
+        raise SettingError(f"{batch[0]} sequences cannot be divided over {mesh.size} devices")
+
+
 def check_sites(model: SmolLM2, sites: Sequence[str], batch: tuple[int, int]) -> None:
     """**Raises:** `SettingError` if a site is in no layer: behind them it is another value."""
     found = harvest.sites(jax.vmap(model))(jax.ShapeDtypeStruct(batch, jnp.int32))
@@ -119,14 +125,7 @@ def check_sites(model: SmolLM2, sites: Sequence[str], batch: tuple[int, int]) ->
 def types(
     collect: Callable[..., dict[str, Array]], model: SmolLM2, batch: tuple[int, int], mesh: Mesh
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a [`collector`][] gives of a batch of so many sequences and tokens.
-
-    **Raises:**
-
-    `SettingError` if the sequences cannot be divided over all devices.
-    """
-    if batch[0] % mesh.size:
-        raise SettingError(f"{batch[0]} sequences cannot be divided over {mesh.size} devices")
+    """What a [`collector`][] gives of a batch of so many sequences and tokens."""
     found = jax.eval_shape(collect, model, jax.ShapeDtypeStruct(batch, jnp.int32))
     rows = NamedSharding(mesh, ROWS)
     with_rows = lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=rows)

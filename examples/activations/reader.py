@@ -10,7 +10,7 @@ import tensorstore as ts
 from jaxtyping import Float, Int
 
 from . import SettingError
-from .store import explained
+from .store import about_of, explained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Vectors:
     @property
     def about(self) -> dict[str, Any]:
         """How the model was set when they were collected."""
-        return self.array.spec().to_json()["metadata"]["attributes"]
+        return about_of(self.array)
 
     def part(self, file: int) -> slice:
         """The sequences of a file."""
@@ -70,10 +70,17 @@ def split(
     return order[held_out:], order[:held_out]
 
 
-def blocks(
-    vectors: Vectors, files: Sequence[int], epochs: int, batch: int, together: int, seed: int
+def batches(
+    vectors: Vectors,
+    files: Sequence[int],
+    epochs: int,
+    batch: int,
+    *,
+    at_once: int,
+    together: int,
+    seed: int,
 ) -> grain.IterDataset:
-    """Vectors to train on, in blocks that are shuffled, and are read ahead.
+    """Vectors to train on, shuffled, and read ahead.
 
     A row of a file is near others of the same text. So that a batch is of many texts, some files
     are read together, and their rows shuffled.
@@ -81,21 +88,29 @@ def blocks(
     **Arguments:**
 
     - `files`: their numbers.
-    - `epochs`: how often each is read, in another order every time.
+    - `epochs`: how often each vector is there, in another order every time.
     - `batch`: how many vectors in a batch.
-    - `together`: how many files in a block.
+    - `at_once`: how many batches in an array.
+    - `together`: how many files are shuffled together.
 
     **Returns:**
 
-    A dataset of `(batches, batch, D)` arrays of float32.
+    A dataset of `(batches, batch, D)` arrays of float32; the last may have fewer batches. Vectors
+    that do not fill a batch are left out at the very end only: fewer than one batch.
     """
 
     def shuffle(rows: Float[np.ndarray, "rows D"], rng: np.random.Generator) -> np.ndarray:
         rng.shuffle(rows)
-        count = len(rows) // batch
-        return rows[: count * batch].reshape(count, batch, -1)
+        return rows
 
-    data = grain.MapDataset.source(files).seed(seed).shuffle().repeat(epochs).map(vectors.read)
-    data = data.batch(together, drop_remainder=True, batch_fn=np.concatenate)
+    data = grain.MapDataset.source(files).seed(seed).shuffle().map(vectors.read)
+    blocks = data.batch(together, batch_fn=np.concatenate).random_map(shuffle).repeat(epochs)
     ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
-    return data.random_map(shuffle).to_iter_dataset(ahead)
+    rows = blocks.to_iter_dataset(ahead)
+    single = grain.experimental.RebatchIterDataset(rows, batch, drop_remainder=True)
+    return single.batch(at_once)
+
+
+def count(vectors: Vectors, files: Sequence[int], epochs: int, batch: int) -> int:
+    """How many batches there are in [`batches`][]."""
+    return epochs * len(files) * vectors.rows // batch

