@@ -8,8 +8,8 @@ A sparse autoencoder is trained on the residual stream of a great many tokens: m
 memory, and so it is written as it is computed.
 
 1. Shakespeare is cut into tokens and batches by grain, in a thread of its own.
-2. The first layers of SmolLM2 run on a mesh of devices, split over batch and weights. `reap`
-   collects sites of the last of them, in bfloat16; each device keeps sequences of its own.
+2. SmolLM2 runs on a mesh of devices, split over batch and weights, as far as a layer of which
+   `reap` collects sites, in bfloat16; each device keeps sequences of its own.
 3. Each process writes what its devices have, by TensorStore, while the next batch is computed.
 4. Orbax keeps where in the texts it was. Stopped at whatever moment, a run goes on by the same
    command, and the store is in the end what it would have been, byte for byte.
@@ -25,6 +25,7 @@ that JAX knows, `--processes` is enough):
 """
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import pathlib
@@ -42,20 +43,14 @@ from tqdm import tqdm
 
 import harvest
 
-from .activations import SettingError, command, parallel, shakespeare, store
+from .activations import SettingError, command, natural, parallel, positive, shakespeare, store
 from .activations.store import Store
 from .models import smollm2
 
 OUT = "examples/out/activations"
+DTYPE = jnp.bfloat16  # as which activations are stored
 TOKEN_BYTES = 4  # of int32
 SAVE_EVERY = 20  # batches; after a kill, those since then are computed again
-
-
-def positive(text: str) -> int:
-    """A number of things of which there has to be one."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return int(text)
 
 
 def options(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -66,17 +61,19 @@ def options(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--texts", default=shakespeare.ARCHIVE, help=f"from `{shakespeare.DOWNLOAD}`")
     add("--sites", nargs="+", default=["resid_post"], help="what to collect, by name")
     add("--layer", type=int, default=9, help="where, from 0; layers behind it are not run")
-    add("--batches", type=positive, default=100, help="how many; fewer, if the texts end before")
+    add("--batches", type=positive, default=100, help="how many in all, if the texts have so many")
     add("--batch", type=positive, default=12, help="sequences in a batch, on all devices together")
     add("--length", type=positive, default=128, help="tokens in a sequence")
-    add("--seed", type=int, default=0, help="of the order of the texts")
+    add("--seed", type=natural, default=0, help="of the order of the texts")
     add("--model", type=positive, default=1, help="devices that the weights are split over: 1 or 3")
     add("--plan", action="store_true", help="only say how much each site takes")
     add("--dry-run", action="store_true", help="write nothing, to see what writing costs")
     add("--processes", type=positive, default=1, help="how many processes there are")
     add("--process", type=int, help="which of them this is")
     add("--coordinator", help="host and port of the first")
-    return parser.parse_args(given)
+    chosen = parser.parse_args(given)
+    chosen.sites = sorted(set(chosen.sites))
+    return chosen
 
 
 class Computed(NamedTuple):
@@ -163,10 +160,9 @@ def main(given: argparse.Namespace) -> None:
     batch = (given.batch, given.length)
     parallel.check_batch(batch, mesh)
     model, tokenizer = smollm2.load()
-    model = parallel.first_layers(model, given.layer + 1)
-    parallel.check_sites(model, given.sites, batch)
+    parallel.check_sites(model, given.sites, given.layer, batch)
     if given.plan:
-        plan(parallel.cost(model, batch, jnp.bfloat16, mesh), given)
+        plan(parallel.cost(model, batch, DTYPE, mesh), given)
         return
     texts = shakespeare.works(given.texts)
     fingerprints = {
@@ -174,7 +170,7 @@ def main(given: argparse.Namespace) -> None:
         "texts": fingerprint(map(str.encode, [tokenizer.to_str(), *texts])),
     }
     model = parallel.place(model, mesh)
-    compiled = parallel.collector(given.sites, jnp.bfloat16, mesh)
+    compiled = parallel.collector(given.sites, given.layer, DTYPE, mesh)
     collect = lambda tokens: compiled(model, parallel.place_batch(tokens, mesh))
     stream = iter(shakespeare.batches(texts, tokenizer, given.batch, given.length, given.seed))
 
@@ -182,15 +178,22 @@ def main(given: argparse.Namespace) -> None:
         show(run_dry(stream, collect, given.batches), given, 0)
         return
     folder = pathlib.Path(given.out).absolute()
-    saved, done = resume(folder / "progress", stream)
     types = parallel.types(compiled, model, batch, mesh)
     about = settings(given) | fingerprints
-    into = store.create(folder, types, given.batches, about, is_begun=done > 0)
-    done = show(run(stream, collect, into, saved, done, max(done, given.batches)), given, done)
-    into.resize(done * given.batch, shrink=True)  # if the texts have ended before
-    saved.close()
+    # Of several processes, the first sees to it that no other run is at work.
+    with store.alone(folder) if jax.process_index() == 0 else contextlib.nullcontext():
+        saved, done = progress(folder)
+        into = store.create(folder, types, given.batches, about, is_begun=done > 0)
+        go_on(stream, saved, done)
+        count = max(done, given.batches)
+        done = show(run(stream, collect, into, saved, done, count), given, done)
+        into.resize(done * given.batch, shrink=True)  # if the texts have ended before
+        saved.close()
+    if not done:
+        size = f"{given.batch} x {given.length} tokens"
+        raise SettingError(f"The texts do not fill a batch of {size}. Delete {folder}.")
     if jax.process_index() == 0:
-        ended = "" if done >= given.batches else "; the texts have no more"
+        ended = "" if done == count else "; the texts have no more"
         print(f"{done} batches of {given.batch} x {given.length} tokens are in {folder}{ended}")
 
 
@@ -206,10 +209,14 @@ def plan(cost: harvest.Cost, given: argparse.Namespace) -> None:
 
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
-    """What the contents of a store follow from, beside the model and the texts."""
+    """What is in a store follows from these, and from the model and the texts.
+
+    Whatever else is changed here that changes it should be added.
+    """
     names = ("layer", "seed", "batch", "length", "model")
     chosen = {name: getattr(given, name) for name in names}
-    return {"sites": sorted(given.sites), **chosen, "devices": jax.device_count()}
+    dtype = jnp.dtype(DTYPE).name
+    return {"sites": given.sites, "dtype": dtype, **chosen, "devices": jax.device_count()}
 
 
 def fingerprint(parts: Iterable[Any]) -> str:
@@ -232,26 +239,27 @@ def join(given: argparse.Namespace) -> None:
         ) from None
 
 
-def resume(
-    folder: pathlib.Path, stream: grain.DatasetIterator
-) -> tuple[ocp.CheckpointManager, int]:
-    """What keeps how far it is, and how many batches are done; the texts go on behind them."""
-    with store.explained(f"write into {folder.parent}"):
+def progress(folder: pathlib.Path) -> tuple[ocp.CheckpointManager, int]:
+    """What keeps how far a run is, and how many batches are done."""
+    with store.explained(f"write into {folder}"):
         options = ocp.CheckpointManagerOptions(
             max_to_keep=1, save_interval_steps=SAVE_EVERY, enable_async_checkpointing=False
         )
-        saved = ocp.CheckpointManager(folder, options=options)
-    done = saved.latest_step() or 0
+        saved = ocp.CheckpointManager(folder / "progress", options=options)
+    return saved, saved.latest_step() or 0
+
+
+def go_on(stream: grain.DatasetIterator, saved: ocp.CheckpointManager, done: int) -> None:
+    """Moves texts behind the batches that are done."""
     if done:
         stream.set_state(dict(saved.restore(done, args=ocp.args.JsonRestore())))
-    return saved, done
 
 
 def show(batches: Iterable[int], given: argparse.Namespace, done: int) -> int:
     """How many batches are done in the end; until then, and how many tokens that is a second."""
     size = given.batch * given.length
     with tqdm(
-        total=given.batches * size,
+        total=max(done, given.batches) * size,
         initial=done * size,
         unit="token",
         unit_scale=True,

@@ -15,6 +15,7 @@ Takes about a minute after the default harvest.
 
 import argparse
 import functools
+import math
 import pathlib
 import sys
 from collections.abc import Callable
@@ -34,8 +35,8 @@ from jaxtyping import Array, Float, Int
 import harvest
 
 from ._report import Report
-from .activations import SettingError, check_same, command, reader, store
-from .harvest_activations import OUT, positive
+from .activations import SettingError, check_same, command, natural, positive, reader, store
+from .harvest_activations import OUT
 from .models import sae, smollm2, training
 from .models.sae import TopK
 from .models.smollm2 import SmolLM2
@@ -48,6 +49,13 @@ SAVE_EVERY = 5  # calls
 SETTINGS = ("site", "latents", "k", "epochs", "rate", "seed")  # that a run cannot go on without
 
 
+def rate(text: str) -> float:
+    """A learning rate."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no positive number")
+    return float(text)
+
+
 def options() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -57,8 +65,8 @@ def options() -> argparse.Namespace:
     add("--latents", type=positive, default=2304, help="how many directions")
     add("--k", type=positive, default=32, help="how many of them in each vector")
     add("--epochs", type=positive, default=3, help="how often each vector is seen")
-    add("--rate", type=float, default=2e-3, help="the first learning rate of Adam")
-    add("--seed", type=int, default=0, help="what is random follows from it")
+    add("--rate", type=rate, default=2e-3, help="the first learning rate of Adam")
+    add("--seed", type=natural, default=0, help="what is random follows from it")
     add("--out", default=f"{OUT}/sae", help="the folder for what is trained")
     return parser.parse_args()
 
@@ -104,9 +112,12 @@ def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report
 
     settings = {name: getattr(given, name) for name in SETTINGS}
     settings |= {"batch": BATCH, "at_once": AT_ONCE, "together": TOGETHER, "held_out": HELD_OUT}
-    settings |= {"store": vectors.about, "shape": list(vectors.array.shape)}
-    keep = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=SAVE_EVERY)
-    saved = ocp.CheckpointManager(pathlib.Path(given.out).absolute() / "progress", options=keep)
+    settings["store"] = {"about": vectors.about, "shape": list(vectors.array.shape)}
+    keep = ocp.CheckpointManagerOptions(
+        max_to_keep=1, save_interval_steps=SAVE_EVERY, enable_async_checkpointing=False
+    )
+    with store.explained(f"write into {given.out}"):
+        saved = ocp.CheckpointManager(pathlib.Path(given.out).absolute() / "progress", options=keep)
     done = saved.latest_step() or 0
     if done:
         kept = saved.restore(done, args=ocp.args.Composite(settings=ocp.args.JsonRestore()))
@@ -127,15 +138,13 @@ def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report
     for number in report.track(range(done + 1, count + 1), "Training an autoencoder"):
         xs = jax.device_put(next(data) / scale, split)
         model, state, _ = training.steps(model, state, xs, loss, optimiser)
-        saved.save(
-            number,
-            args=ocp.args.Composite(
-                trained=ocp.args.StandardSave((model, state)),
-                data=grain.checkpoint.CheckpointSave(data),
-                settings=ocp.args.JsonSave(settings),
-            ),
-            force=number == count,
+        args = ocp.args.Composite(
+            trained=ocp.args.StandardSave((model, state)),
+            data=grain.checkpoint.CheckpointSave(data),
+            settings=ocp.args.JsonSave(settings),
         )
+        with store.explained(f"write into {given.out}"):
+            saved.save(number, args=args, force=number == count)
     saved.close()
     return model.rescaled(scale)
 
@@ -174,7 +183,8 @@ def main(given: argparse.Namespace) -> Report:
 
     `OSError` if there is no store; `SettingError` if something else was trained in that folder.
     """
-    report = Report(given.out)
+    with store.explained(f"write into {given.out}"):
+        report = Report(given.out)
     acts = store.read(pathlib.Path(given.store).absolute())
     acts.check()
     if given.site not in acts.arrays:
@@ -185,7 +195,8 @@ def main(given: argparse.Namespace) -> Report:
     if vectors.files <= HELD_OUT:
         raise SettingError(f"{vectors.files} files are too few; {HELD_OUT} are to test on")
     files, held_out = reader.split(vectors, HELD_OUT, given.seed)
-    trained = train(vectors, files, given, report)
+    with store.alone(report.folder):
+        trained = train(vectors, files, given, report)
 
     with report.step("Looking at what it has not seen"):
         known = np.concatenate([vectors.read(file) for file in files[: 2 * TOGETHER]])

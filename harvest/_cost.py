@@ -37,7 +37,9 @@ class SiteCost:
     - `spec`: the `PartitionSpec` that it is counted with; a pytree like the value if that is one.
     - `nbytes`: the size of the collected value, on all devices together, each part counted once. In
         a `while_loop`, of one iteration: there is no stack of all, only what a fold makes of it
-        (`harvest.folds.stack(n)` takes `n` times `nbytes_folded`, and its counters.)
+        (`harvest.folds.stack(n)` takes `n` times `nbytes_folded`, and its counters.) Numbers of
+        fewer than 8 bits have a byte each, as in `array.nbytes` and in files; a device may pack
+        several into one.
     - `nbytes_folded`: the size of what a fold such as `harvest.folds.last()` or `mean()` makes of
         it, which has the axes and the dtype of the value: the axes of loops are gone. (A mean of
         integers or booleans is float32, which is not counted. Of a pytree,

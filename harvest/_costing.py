@@ -55,9 +55,10 @@ def _count(tokens: Any) -> Any:
 def _floating(dtype: Any) -> Any:
     try:
         known = jax.dtypes.canonicalize_dtype(dtype)  # `float` is what JAX makes of it
-    except TypeError:
+    except (TypeError, ValueError):  # those with types of their own, as keys have
         known = None
-    if known is None or not jnp.issubdtype(known, jnp.floating):
+    # numpy has floats of more bits than any array of JAX.
+    if known is None or not jnp.issubdtype(known, jnp.floating) or known.itemsize > 8:
         raise ValueError(
             f"`cost` got dtype={dtype!r}; wanted the floating-point dtype as which values of such "
             "dtypes are stored, as `jax.numpy.bfloat16` (others keep theirs)"

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 
 import harvest
 
-from ..models.smollm2 import Block, SmolLM2
+from ..models.smollm2 import SmolLM2
 from . import SettingError
 
 WEIGHTS = {  # by their names; those of the layers have an axis of layers in front
@@ -50,21 +50,6 @@ def make_mesh(model: int) -> Mesh:
     )
 
 
-def first_layers(model: SmolLM2, count: int) -> SmolLM2:
-    """The model without the layers behind the first so many: what is not looked at is not run.
-
-    **Raises:**
-
-    `SettingError` if there are not so many.
-    """
-    assert isinstance(model.blocks, Block)
-    there = len(model.blocks.mlp.up)
-    if not 0 < count <= there:
-        raise SettingError(f"there is no layer {count - 1}; the model has 0 to {there - 1}")
-    blocks = jax.tree.map(lambda w: w[:count], model.blocks)
-    return SmolLM2(model.embedding, blocks, model.norm)
-
-
 def place(model: SmolLM2, mesh: Mesh) -> SmolLM2:
     """The model with its weights on the devices of a mesh.
 
@@ -92,16 +77,18 @@ def place_batch(tokens: Int[np.ndarray, "batch T"], mesh: Mesh) -> Int[Array, "b
     )
 
 
-def collector(sites: Sequence[str], dtype: Any, mesh: Mesh) -> Callable[..., dict[str, Array]]:
-    """A compiled function of model and batch that collects sites in the model's last layer.
+def collector(
+    sites: Sequence[str], layer: int, dtype: Any, mesh: Mesh
+) -> Callable[..., dict[str, Array]]:
+    """A compiled function of model and batch that collects sites in one layer.
 
-    Each is `(batch, T, ...)`, in `dtype`; `tokens` are beside them. All are split over all devices,
-    by sequences.
+    The layers behind it are not run. Each site is `(batch, T, ...)`, in `dtype`; `tokens` are
+    beside them. All are split over all devices, by sequences.
     """
-    last = harvest.folds.last().of(lambda value: value.astype(dtype))
+    one = harvest.folds.at(layer).of(lambda value: value.astype(dtype))
 
     def collect(model: SmolLM2, tokens: Int[Array, "batch T"]) -> dict[str, Array]:
-        acts = harvest.reap(jax.vmap(model), dict.fromkeys(sites, last))(tokens)
+        acts = harvest.reap(jax.vmap(model), dict.fromkeys(sites, one))(tokens)
         return {"tokens": tokens, **acts}
 
     return jax.jit(collect, out_shardings=NamedSharding(mesh, ROWS))
@@ -113,13 +100,18 @@ def check_batch(batch: tuple[int, int], mesh: Mesh) -> None:
         raise SettingError(f"{batch[0]} sequences cannot be divided over {mesh.size} devices")
 
 
-def check_sites(model: SmolLM2, sites: Sequence[str], batch: tuple[int, int]) -> None:
-    """**Raises:** `SettingError` if a site is in no layer: behind them it is another value."""
+def check_sites(model: SmolLM2, sites: Sequence[str], layer: int, batch: tuple[int, int]) -> None:
+    """**Raises:** `SettingError` if a site is in no layer, or there is no such layer."""
     found = harvest.sites(jax.vmap(model))(jax.ShapeDtypeStruct(batch, jnp.int32))
-    known = [site.key for site in found if any(axis.kind == "loop" for axis in site.axes)]
+    in_layers = [site for site in found if any(axis.kind == "loop" for axis in site.axes)]
+    known = [site.key for site in in_layers]
     for site in sites:
         if site not in known:
             raise SettingError(f"{site!r} is no site of a layer; these are: {', '.join(known)}")
+    count = in_layers[0].axes[0].size
+    assert count is not None
+    if not 0 <= layer < count:
+        raise SettingError(f"there is no layer {layer}; the model has 0 to {count - 1}")
 
 
 def types(

@@ -76,4 +76,5 @@ def batches(
     sequences = grain.experimental.ConcatThenSplitIterDataset(
         tokens, length_struct={"tokens": length}
     )
-    return sequences.map(lambda packed: packed["tokens"]).batch(batch, drop_remainder=True)
+    full = sequences.filter(lambda packed: packed["tokens_segment_ids"].all())  # no padding
+    return full.map(lambda packed: packed["tokens"]).batch(batch, drop_remainder=True)

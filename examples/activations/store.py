@@ -7,6 +7,7 @@ single sequence can be read from it.
 
 import contextlib
 import errno
+import fcntl
 import os
 import pathlib
 import re
@@ -19,6 +20,8 @@ import numpy as np
 import tensorstore as ts
 
 from . import SettingError, check_same
+
+GO_ON = "Give the same command of examples.harvest_activations again; it goes on."
 
 
 class StoreError(OSError):
@@ -46,7 +49,7 @@ class Store:
                 there = array.storage_statistics(query_fully_stored=True).result().fully_stored
             if not there:
                 what = f"Some of {name!r} in {self.folder} is not written"
-                raise StoreError(f"{what}. Give the command that makes it again.")
+                raise StoreError(f"{what}. {GO_ON}")
 
     def write(self, batch: Mapping[str, jax.Array], number: int) -> list[ts.Future]:
         """Begins to write what this process has of a batch.
@@ -181,6 +184,25 @@ def _spec(path: pathlib.Path, about: Mapping[str, Any] | None = None) -> dict[st
 
 
 @contextlib.contextmanager
+def alone(folder: pathlib.Path) -> Iterator[None]:
+    """A context that one run at a time is in, of those which write into a folder.
+
+    **Raises:**
+
+    `SettingError` if there is another; [`StoreError`][] if the folder cannot be written.
+    """
+    with explained(f"write into {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "w")  # noqa: SIM115
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends, however
+        except BlockingIOError:
+            raise SettingError(f"Another run is writing into {folder}.") from None
+        yield
+
+
+@contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
     """A context in which what goes wrong with files is told in the terms of the user."""
     try:
@@ -196,9 +218,7 @@ def explained(what: str) -> Iterator[None]:
 
 def _in_our_terms(what: str, text: str) -> StoreError:
     if text.startswith("NOT_FOUND"):
-        return StoreError(
-            f"Cannot {what}: some of it is not written. Give the command that makes it again."
-        )
+        return StoreError(f"Cannot {what}: some of it is not written. {GO_ON}")
     number = re.search(r"\[os_error_code='(\d+)'\]", text)
     reason = os.strerror(int(number[1])) if number else text.partition(" [tensorstore_spec=")[0]
     return StoreError(f"Cannot {what}: {reason}. {_advice(int(number[1]) if number else None)}")

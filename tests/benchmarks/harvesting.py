@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterable
 
-import jax.numpy as jnp
 import numpy as np
 
 from examples import harvest_activations as harvesting
@@ -42,15 +41,15 @@ def main(folder: pathlib.Path) -> None:
     given = harvesting.options()
     mesh = parallel.make_mesh(given.model)
     model, tokenizer = smollm2.load()
-    model = parallel.place(parallel.first_layers(model, given.layer + 1), mesh)
-    compiled = parallel.collector(given.sites, jnp.bfloat16, mesh)
+    model = parallel.place(model, mesh)
+    compiled = parallel.collector(given.sites, given.layer, harvesting.DTYPE, mesh)
     collect = lambda tokens: compiled(model, parallel.place_batch(tokens, mesh))
     texts = shakespeare.works(given.texts)
     stream = iter(shakespeare.batches(texts, tokenizer, given.batch, given.length, given.seed))
     types = parallel.types(compiled, model, (given.batch, given.length), mesh)
     turns = WARM_UP + BATCHES // TURN
     into = store.create(folder, types, turns * TURN, {})
-    saved, _ = harvesting.resume(folder / "progress", stream)
+    saved, _ = harvesting.progress(folder)
 
     writing, not_writing, memory = [], [], []
     for done in range(0, turns * TURN, TURN):

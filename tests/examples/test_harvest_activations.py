@@ -238,13 +238,13 @@ def test_other_weights(harvest, monkeypatch):
     harvest("a")
     model, tokenizer = small.load()
     monkeypatch.setattr(small, "load", lambda: (jax.tree.map(lambda w: w * 1.01, model), tokenizer))
-    with pytest.raises(SettingError, match=r"made with weights=\w+, and this is weights="):
+    with pytest.raises(SettingError, match="made with other weights"):
         harvest("a")
 
 
 def test_sites_in_another_order(harvest):
     once = files(harvest("a", "--sites", "resid_post", "z"))
-    assert files(harvest("a", "--sites", "z", "resid_post")) == once
+    assert files(harvest("a", "--sites", "z", "resid_post", "z")) == once
 
 
 def test_another_batch_of_which_each_device_has_as_much(archive, harvest):
@@ -260,8 +260,56 @@ def test_another_batch_of_which_each_device_has_as_much(archive, harvest):
 def test_other_texts(harvest, tmp_path):
     harvest("a")
     others = small.archive(tmp_path / "others.tar.gz", size=900)
-    with pytest.raises(SettingError, match=r"made with texts=\w+, and this is texts="):
+    with pytest.raises(SettingError, match="made with other texts"):
         harvest("a", f"--texts={others}")
+
+
+def test_fewer_texts_than_were_read(harvest, tmp_path, monkeypatch):
+    """The place that was kept is in none of them."""
+    harvest("a", batches=25)
+    first, *_ = small.texts()
+    monkeypatch.setattr(small, "texts", lambda size: [first])
+    others = small.archive(tmp_path / "others.tar.gz")
+    with pytest.raises(SettingError, match="made with other texts"):
+        harvest("a", f"--texts={others}")
+
+
+def test_texts_that_fill_no_batch(harvest):
+    with pytest.raises(SettingError, match=r"do not fill a batch of 8 x 900 tokens\. Delete"):
+        harvest("a", "--length=900")
+
+
+def test_another_dtype(harvest, monkeypatch):
+    harvest("a")
+    monkeypatch.setattr(harvest_activations, "DTYPE", jnp.float16)
+    with pytest.raises(SettingError, match="dtype=bfloat16, and this is dtype=float16"):
+        harvest("a")
+
+
+def test_another_run_into_the_same_folder(harvest, tmp_path):
+    with store.alone(tmp_path / "a"):
+        with pytest.raises(SettingError, match=r"Another run is writing into .*a\."):
+            harvest("a")
+        harvest("b")
+    harvest("a")
+
+
+def test_the_order_of_texts():
+    """It is random, and follows from the seed; what fills no sequence is left out."""
+
+    def read(seed):
+        data = shakespeare.batches(small.texts(), small.Letters(), 1, T, seed)
+        return bytes(np.concatenate(list(data)).astype(np.uint8).ravel()).decode("ascii")
+
+    def order(letters):
+        return tuple(sorted(range(len(texts)), key=lambda i: letters.index(texts[i][:50])))
+
+    texts, seeds = small.texts(), range(6)
+    orders = [order(read(seed)) for seed in seeds]
+    for seed, numbers in zip(seeds, orders, strict=True):
+        whole = "".join(texts[number] for number in numbers)
+        assert read(seed) == whole[: len(whole) // T * T]
+    assert len(set(orders)) > 3
 
 
 def test_texts_that_end_elsewhere(harvest, tmp_path, monkeypatch):
@@ -270,7 +318,7 @@ def test_texts_that_end_elsewhere(harvest, tmp_path, monkeypatch):
     first, second, *rest = small.texts()
     monkeypatch.setattr(small, "texts", lambda size: [first + second[:9], second[9:], *rest])
     others = small.archive(tmp_path / "others.tar.gz")
-    with pytest.raises(SettingError, match=r"made with texts=\w+, and this is texts="):
+    with pytest.raises(SettingError, match="made with other texts"):
         harvest("a", f"--texts={others}")
 
 
@@ -285,7 +333,7 @@ def test_a_run_that_was_stopped_leaves_no_zeros(harvest, monkeypatch):
         patch.setattr(store.Store, "write", stop)
         harvest("a", batches=9)
     found = store.read(folder)
-    with pytest.raises(store.StoreError, match=r"is not written\. Give the command"):
+    with pytest.raises(store.StoreError, match=r"is not written\. Give the same command of"):
         found.check()
     with pytest.raises(ValueError, match="is missing"):
         found["resid_post"][2 * BATCH :].read().result()
@@ -411,7 +459,7 @@ def test_kills(tmp_path):
     batches = 400
     archive = small.archive(tmp_path / "texts.tar.gz", size=11000)
     finish(process(archive, tmp_path / "a", batches=batches))
-    moments = sorted(random.sample(range(1, 250), 5))
+    moments = sorted(random.sample(range(1, 200), 5))
     seen = []
     for moment in moments:
         killed = process(archive, tmp_path / "b", batches=batches)
@@ -555,7 +603,7 @@ def test_a_run_goes_on_from_where_it_was(harvest, monkeypatch):
 
 
 def test_numbers_of_the_command(capsys):
-    for wrong in ("--length=0", "--batches=-1", "--batch=two"):
+    for wrong in ("--length=0", "--batches=-1", "--batch=two", "--seed=-1"):
         with pytest.raises(SystemExit, match="2"):
             harvest_activations.options([wrong])
         assert f"argument {wrong.partition('=')[0]}: " in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """An autoencoder trained from a store: what it reads, what it computes, and going on."""
 
 import argparse
-import math
+import pathlib
 import shutil
 import sys
 
@@ -83,9 +83,14 @@ def test_batches(vectors, count, together):
     last = {row.tobytes() for row in passes[-1]}
     assert len(last) == len(passes[-1]) and last <= {row.tobytes() for row in rows}
     assert not np.array_equal(*passes[:2])
+    other = reader.batches(vectors, files, 1, batch, at_once=4, together=together, seed=1)
+    assert not np.array_equal(next(iter(other)), arrays[0])
     whose = {row.tobytes(): number // (T - 1) for number, row in enumerate(rows)}
     sources = [len({whose[row.tobytes()] for row in batch}) for batch in batches]
     assert np.mean(sources) >= 0.6 * min(together, count)
+    if together < count:  # files are together with others than before
+        size = together * (T - 1)
+        assert len({frozenset(whose[row.tobytes()] for row in p[:size]) for p in passes}) > 1
 
 
 def test_topk():
@@ -159,24 +164,48 @@ def test_other_sites(settings, folder):
         reader.Vectors(store.read(folder)["tokens"])
 
 
-def test_a_run(settings, folder):
-    """What it says of the model is what the model does without any of this."""
+def loss_by_hand(tokens, layer=None, edit=None):
+    """Of the next letter, if what a layer writes at all positions but the first is edited."""
+    model, _ = small.load()
+    mask = jnp.tril(jnp.ones((T, T), bool))
+    resid = model.embedding[tokens]
+    for number in range(small.LAYERS):
+        resid = jax.tree.map(lambda w, number=number: w[number], model.blocks)(resid, mask)
+        if number == layer:
+            resid = jnp.concatenate([resid[:1], jnp.stack([edit(row) for row in resid[1:]])])
+    logits = np.asarray(model.norm(resid) @ model.embedding.T, np.float64)[:-1]
+    log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return -log_p[np.arange(T - 1), tokens[1:]].mean()
+
+
+def test_a_run(settings, folder, monkeypatch):
+    """What it says of the model and of files it has not seen, beside numpy."""
+    trained = []
+
+    def train(*args):
+        trained.append(own_train(*args))
+        return trained[0]
+
+    own_train = train_sae.train
+    monkeypatch.setattr(train_sae, "train", train)
     report = train_sae.main(settings)
     measured = {row.what: row.measured for row in report.rows}
-    found = store.read(folder)
-    files = reader.split(reader.Vectors(found["resid_post"]), train_sae.HELD_OUT, 0)[1]
-    tokens = np.asarray(found["tokens"].read().result())[files]
-    model, _ = small.load()
-    losses = []
-    for row in tokens:
-        logits = np.asarray(model(jnp.asarray(row)), np.float64)[:-1]
-        log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-        losses.append(-log_p[np.arange(T - 1), row[1:]].mean())
-    assert measured["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
-    # Three of sixteen latents are more than three of eight channels.
-    assert 0.3 < measured["variance explained"] < 1
-    off = measured["stored values, off by"]
-    assert 0 < off < 2**-8 and not math.isnan(measured["... with the autoencoder planted"])
+    vectors = reader.Vectors(store.read(folder)["resid_post"])
+    files = reader.split(vectors, train_sae.HELD_OUT, 0)[1]
+
+    x = np.concatenate([vectors.read(file) for file in files]).astype(np.float64)
+    left = np.stack([trained[0](jnp.asarray(row, jnp.float32)) for row in x])
+    share = 1 - np.sum((x - left) ** 2) / np.sum((x - x.mean(axis=0)) ** 2)
+    assert measured["variance explained"] == pytest.approx(share, abs=1e-3)
+    assert 0.3 < share < 1  # three of sixteen latents
+
+    tokens = np.asarray(store.read(folder)["tokens"].read().result())[files]
+    own = np.mean([loss_by_hand(row) for row in tokens])
+    assert measured["loss"] == pytest.approx(own, rel=1e-4)
+    planted = np.mean([loss_by_hand(row, 1, trained[0]) for row in tokens])
+    assert abs(planted - own) > 5e-4
+    assert measured["... with the autoencoder planted"] == pytest.approx(planted, abs=1e-4)
+    assert 0 < measured["stored values, off by"] < 2**-8
 
 
 @pytest.mark.parametrize(
@@ -199,18 +228,42 @@ def test_more_latents_than_there_are(settings):
         train_sae.main(settings)
 
 
-def test_a_store_that_is_not_finished(settings, folder, tmp_path):
+@pytest.mark.parametrize("name", ["resid_post", "tokens"])
+def test_a_store_that_is_not_finished(settings, folder, tmp_path, name):
     """What is not written is no zeros."""
     part = tmp_path / "part"
     shutil.copytree(folder, part)
-    (part / "resid_post" / "c" / "7" / "0" / "0").unlink()
+    (file,) = (path for path in (part / name / "c" / "7").rglob("0") if path.is_file())
+    file.unlink()
     settings.store = str(part)
-    with pytest.raises(store.StoreError, match=r"Some of 'resid_post' in .* is not written"):
+    with pytest.raises(store.StoreError, match=rf"Some of '{name}' in .* is not written"):
         train_sae.main(settings)
     vectors = reader.Vectors(store.read(part)["resid_post"])
-    with pytest.raises(store.StoreError, match="Cannot read file 7: some of it is not written"):
-        vectors.read(7)
     assert vectors.read(6).any()
+    if name == "resid_post":
+        with pytest.raises(store.StoreError, match="Cannot read file 7: some of it is not written"):
+            vectors.read(7)
+
+
+def test_two_runs_at_once(settings):
+    with store.alone(pathlib.Path(settings.out)):
+        with pytest.raises(SettingError, match="Another run is writing into"):
+            train_sae.main(settings)
+
+
+def test_a_folder_that_cannot_be_written(settings):
+    settings.out = "/sys/harvest"
+    reasons = "Read-only file system|Permission denied|Operation not permitted"
+    with pytest.raises(store.StoreError, match=rf"Cannot write into /sys/harvest: ({reasons})"):
+        train_sae.main(settings)
+
+
+@pytest.mark.parametrize("wrong", ["--rate=nan", "--rate=0", "--seed=-1", "--k=0"])
+def test_numbers_of_the_command(monkeypatch, capsys, wrong):
+    monkeypatch.setattr(sys, "argv", ["train_sae", wrong])
+    with pytest.raises(SystemExit, match="2"):
+        train_sae.options()
+    assert f"argument {wrong.partition('=')[0]}: " in capsys.readouterr().err
 
 
 def test_another_store_of_as_many_files(settings, folder, tmp_path):
@@ -221,7 +274,7 @@ def test_another_store_of_as_many_files(settings, folder, tmp_path):
     numbers = [f"--{name}={value}" for name, value in sizes.items()]
     small.main([f"--texts={texts}", f"--out={other}", *numbers])
     settings.store = str(other)
-    with pytest.raises(SettingError, match=r"made with store=.*, and this is store="):
+    with pytest.raises(SettingError, match="made with another store, or it has grown"):
         trained(settings)
 
 
