@@ -123,6 +123,14 @@ def trained(settings):
     return train_sae.train(vectors, files, settings, Report(settings.out))
 
 
+def test_what_training_begins_with(settings, vectors, monkeypatch):
+    """Without a step it is around the mean of the vectors as they are, not as they are scaled."""
+    monkeypatch.setattr(training, "steps", lambda model, state, *_: (model, state, None))
+    files, _ = reader.split(vectors, 4, settings.seed)
+    some = np.concatenate([vectors.read(file) for file in files[: train_sae.TOGETHER]])
+    np.testing.assert_allclose(trained(settings).offset, some.mean(axis=0), rtol=1e-4, atol=1e-6)
+
+
 class Stopped(Exception):
     pass
 
