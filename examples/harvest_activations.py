@@ -26,7 +26,6 @@ that JAX knows, `--processes` is enough):
 
 import argparse
 import contextlib
-import hashlib
 import itertools
 import pathlib
 import sys
@@ -36,14 +35,18 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jaxtyping import Array
 from tqdm import tqdm
 
 import harvest
 
-from .activations import SettingError, command, natural, parallel, positive, shakespeare, store
+from .activations import parallel, shakespeare, store
+from .activations.command import command, natural, positive
+from .activations.errors import explained
+from .activations.lock import alone
+from .activations.settings import SettingError, fingerprint
 from .activations.store import Store
 from .models import smollm2
 
@@ -84,7 +87,7 @@ class Computed(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The number of a batch that is being written, and when it is; the texts after it."""
+    """The number of a batch that is being written; what is done when it is; the texts after it."""
 
     number: int
     futures: list[Any]
@@ -127,15 +130,23 @@ def run(
 ) -> Iterator[int]:
     """Harvests the batches from `done` to `count`; how many are, each time that it is one more.
 
-    While one is computed, the one before it is written.
+    While one is computed, the one before it is written. How far it is, is kept every so often and
+    in the end.
     """
+
+    def keep(state: dict[str, Any], force: bool = False) -> bool:
+        with explained(f"write into {into.folder}"):
+            return saved.save(done, args=ocp.args.JsonSave(state), force=force)
+
+    state, is_kept = {}, True
     batches = one_ahead(compute(stream, count - done, collect))
-    for batch in one_ahead(write(batches, into, done)):
-        into.wait(batch.futures)
-        done = batch.number + 1
-        with store.explained(f"write into {into.folder}"):
-            saved.save(done, args=ocp.args.JsonSave(batch.state), force=done == count)
+    for number, futures, state in one_ahead(write(batches, into, done)):
+        into.wait(futures)
+        done = number + 1
+        is_kept = keep(state)
         yield done
+    if not is_kept:
+        keep(state, force=True)
 
 
 def run_dry(
@@ -162,14 +173,11 @@ def main(given: argparse.Namespace) -> None:
     model, tokenizer = smollm2.load()
     parallel.check_sites(model, given.sites, given.layer, batch)
     if given.plan:
-        plan(parallel.cost(model, batch, DTYPE, mesh), given)
+        if jax.process_index() == 0:
+            plan(parallel.cost(model, batch, DTYPE, mesh), given)
         return
     texts = shakespeare.works(given.texts)
-    fingerprints = {
-        "weights": fingerprint(jax.tree.leaves(model)),
-        "texts": fingerprint(map(str.encode, [tokenizer.to_str(), *texts])),
-    }
-    model = parallel.place(model, mesh)
+    on_host, model = model, parallel.place(model, mesh)
     compiled = parallel.collector(given.sites, given.layer, DTYPE, mesh)
     collect = lambda tokens: compiled(model, parallel.place_batch(tokens, mesh))
     stream = iter(shakespeare.batches(texts, tokenizer, given.batch, given.length, given.seed))
@@ -179,9 +187,12 @@ def main(given: argparse.Namespace) -> None:
         return
     folder = pathlib.Path(given.out).absolute()
     types = parallel.types(compiled, model, batch, mesh)
-    about = settings(given) | fingerprints
+    about = settings(given) | {
+        "weights": fingerprint(jax.tree.leaves(on_host)),
+        "texts": fingerprint(itertools.chain([tokenizer.to_str()], texts)),
+    }
     # Of several processes, the first sees to it that no other run is at work.
-    with store.alone(folder) if jax.process_index() == 0 else contextlib.nullcontext():
+    with alone(folder) if jax.process_index() == 0 else contextlib.nullcontext():
         saved, done = progress(folder)
         into = store.create(folder, types, given.batches, about, is_begun=done > 0)
         go_on(stream, saved, done)
@@ -189,6 +200,7 @@ def main(given: argparse.Namespace) -> None:
         done = show(run(stream, collect, into, saved, done, count), given, done)
         into.resize(done * given.batch, shrink=True)  # if the texts have ended before
         saved.close()
+        multihost_utils.sync_global_devices("the end")
     if not done:
         size = f"{given.batch} x {given.length} tokens"
         raise SettingError(f"The texts do not fill a batch of {size}. Delete {folder}.")
@@ -211,20 +223,12 @@ def plan(cost: harvest.Cost, given: argparse.Namespace) -> None:
 def settings(given: argparse.Namespace) -> dict[str, Any]:
     """What is in a store follows from these, and from the model and the texts.
 
-    Whatever else is changed here that changes it should be added.
+    Add whatever else you make it depend on.
     """
     names = ("layer", "seed", "batch", "length", "model")
     chosen = {name: getattr(given, name) for name in names}
     dtype = jnp.dtype(DTYPE).name
     return {"sites": given.sites, "dtype": dtype, **chosen, "devices": jax.device_count()}
-
-
-def fingerprint(parts: Iterable[Any]) -> str:
-    """Of bytes or arrays: whether they are the same, and each ends where it did."""
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(hashlib.sha256(np.asarray(part) if isinstance(part, Array) else part).digest())
-    return whole.hexdigest()[:16]
 
 
 def join(given: argparse.Namespace) -> None:
@@ -241,7 +245,7 @@ def join(given: argparse.Namespace) -> None:
 
 def progress(folder: pathlib.Path) -> tuple[ocp.CheckpointManager, int]:
     """What keeps how far a run is, and how many batches are done."""
-    with store.explained(f"write into {folder}"):
+    with explained(f"write into {folder}"):
         options = ocp.CheckpointManagerOptions(
             max_to_keep=1, save_interval_steps=SAVE_EVERY, enable_async_checkpointing=False
         )

@@ -35,7 +35,11 @@ from jaxtyping import Array, Float, Int
 import harvest
 
 from ._report import Report
-from .activations import SettingError, check_same, command, natural, positive, reader, store
+from .activations import reader, store
+from .activations.command import command, natural, positive
+from .activations.errors import explained
+from .activations.lock import alone
+from .activations.settings import SettingError, check_same
 from .harvest_activations import OUT
 from .models import sae, smollm2, training
 from .models.sae import TopK
@@ -77,7 +81,7 @@ def loss(model: TopK, x: Float[Array, "batch D"]) -> Float[Array, ""]:
 
 
 @eqx.filter_jit
-def explained(edit: Callable, x: Float[Array, "rows D"]) -> Float[Array, ""]:
+def share_explained(edit: Callable, x: Float[Array, "rows D"]) -> Float[Array, ""]:
     """How much of the variance is in what an edit leaves."""
     missed = jnp.sum((x - jax.vmap(edit)(x)) ** 2)
     return 1 - missed / jnp.sum((x - x.mean(axis=0, keepdims=True)) ** 2)
@@ -116,7 +120,7 @@ def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report
     keep = ocp.CheckpointManagerOptions(
         max_to_keep=1, save_interval_steps=SAVE_EVERY, enable_async_checkpointing=False
     )
-    with store.explained(f"write into {given.out}"):
+    with explained(f"write into {given.out}"):
         saved = ocp.CheckpointManager(pathlib.Path(given.out).absolute() / "progress", options=keep)
     done = saved.latest_step() or 0
     if done:
@@ -143,7 +147,7 @@ def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report
             data=grain.checkpoint.CheckpointSave(data),
             settings=ocp.args.JsonSave(settings),
         )
-        with store.explained(f"write into {given.out}"):
+        with explained(f"write into {given.out}"):
             saved.save(number, args=args, force=number == count)
     saved.close()
     return model.rescaled(scale)
@@ -183,7 +187,7 @@ def main(given: argparse.Namespace) -> Report:
 
     `OSError` if there is no store; `SettingError` if something else was trained in that folder.
     """
-    with store.explained(f"write into {given.out}"):
+    with explained(f"write into {given.out}"):
         report = Report(given.out)
     acts = store.read(pathlib.Path(given.store).absolute())
     acts.check()
@@ -195,14 +199,14 @@ def main(given: argparse.Namespace) -> Report:
     if vectors.files <= HELD_OUT:
         raise SettingError(f"{vectors.files} files are too few; {HELD_OUT} are to test on")
     files, held_out = reader.split(vectors, HELD_OUT, given.seed)
-    with store.alone(report.folder):
+    with alone(report.folder):
         trained = train(vectors, files, given, report)
 
     with report.step("Looking at what it has not seen"):
         known = np.concatenate([vectors.read(file) for file in files[: 2 * TOGETHER]])
         x = jnp.asarray(np.concatenate([vectors.read(file) for file in held_out]))
         components = sae.principal(known, given.k)
-        share, of_components = (float(explained(edit, x)) for edit in (trained, components))
+        share, of_components = (float(share_explained(edit, x)) for edit in (trained, components))
 
     with report.step("Planting it in the model"):
         model, _ = smollm2.load()

@@ -27,6 +27,8 @@ STORED_ONLY = {  # dtypes that JAX does not promote; most of these floats have n
     "float8_e4m3b11fnuz": ([[2, -5], [-1.5, -0.5], [4, -1]], jnp.float8_e4m3b11fnuz),
     "float8_e5m2": ([[2, -5], [-1.5, -0.5], [4, -1]], jnp.float8_e5m2),
     "float8_e5m2fnuz": ([[2, -5], [-1.5, -0.5], [4, -1]], jnp.float8_e5m2fnuz),
+    "float8_e3m4": ([[2, -5], [-1.5, -0.5], [4, -1]], jnp.float8_e3m4),
+    "float8_e4m3": ([[2, -5], [-1.5, -0.5], [4, -1]], jnp.float8_e4m3),
     "float4_e2m1fn": ([[2, -6], [-1.5, -0.5], [4, -1]], jnp.float4_e2m1fn),
     "int4": ([[2, -5], [-1, -8], [7, -6]], FLOAT),
     "uint4": ([[2, 15], [1, 0], [7, 3]], FLOAT),

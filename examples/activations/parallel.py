@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 import harvest
 
 from ..models.smollm2 import SmolLM2
-from . import SettingError
+from .settings import SettingError
 
 WEIGHTS = {  # by their names; those of the layers have an axis of layers in front
     "embedding": P("model"),
@@ -82,10 +82,14 @@ def collector(
 ) -> Callable[..., dict[str, Array]]:
     """A compiled function of model and batch that collects sites in one layer.
 
-    The layers behind it are not run. Each site is `(batch, T, ...)`, in `dtype`; `tokens` are
-    beside them. All are split over all devices, by sequences.
+    The layers behind it are not run. Each site is `(batch, T, ...)`, in `dtype` if it is of
+    floating point; `tokens` are beside them. All are split over all devices, by sequences.
     """
-    one = harvest.folds.at(layer).of(lambda value: value.astype(dtype))
+
+    def stored(value: Array) -> Array:
+        return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value
+
+    one = harvest.folds.at(layer).of(stored)
 
     def collect(model: SmolLM2, tokens: Int[Array, "batch T"]) -> dict[str, Array]:
         acts = harvest.reap(jax.vmap(model), dict.fromkeys(sites, one))(tokens)
@@ -103,15 +107,14 @@ def check_batch(batch: tuple[int, int], mesh: Mesh) -> None:
 def check_sites(model: SmolLM2, sites: Sequence[str], layer: int, batch: tuple[int, int]) -> None:
     """**Raises:** `SettingError` if a site is in no layer, or there is no such layer."""
     found = harvest.sites(jax.vmap(model))(jax.ShapeDtypeStruct(batch, jnp.int32))
-    in_layers = [site for site in found if any(axis.kind == "loop" for axis in site.axes)]
-    known = [site.key for site in in_layers]
+    loops = {
+        site.key: axis.size or 0 for site in found for axis in site.axes if axis.kind == "loop"
+    }
     for site in sites:
-        if site not in known:
-            raise SettingError(f"{site!r} is no site of a layer; these are: {', '.join(known)}")
-    count = in_layers[0].axes[0].size
-    assert count is not None
-    if not 0 <= layer < count:
-        raise SettingError(f"there is no layer {layer}; the model has 0 to {count - 1}")
+        if site not in loops:
+            raise SettingError(f"{site!r} is no site of a layer; these are: {', '.join(loops)}")
+        if not 0 <= layer < loops[site]:
+            raise SettingError(f"there is no layer {layer}; the model has 0 to {loops[site] - 1}")
 
 
 def types(

@@ -9,8 +9,9 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Float, Int
 
-from . import SettingError
-from .store import about_of, explained
+from .errors import explained
+from .settings import SettingError
+from .store import about_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Vectors:
 
     def read(self, file: int) -> Float[np.ndarray, "rows D"]:
         """The vectors of a file."""
-        with explained(f"read file {file}"):
+        with explained(f"read file {file}", ""):
             values = self.array[self.part(file), 1:].read().result()
         return np.asarray(values, np.float32).reshape(-1, self.array.shape[-1])
 

@@ -5,13 +5,9 @@ batch, so that two never write to the same file, and no part of it is written wi
 single sequence can be read from it.
 """
 
-import contextlib
-import errno
-import fcntl
-import os
 import pathlib
-import re
-from collections.abc import Iterable, Iterator, Mapping
+import urllib.parse
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -19,13 +15,8 @@ import ml_dtypes  # noqa: F401  (numpy learns of bfloat16)
 import numpy as np
 import tensorstore as ts
 
-from . import SettingError, check_same
-
-GO_ON = "Give the same command of examples.harvest_activations again; it goes on."
-
-
-class StoreError(OSError):
-    """What could not be written or read, and what to do."""
+from .errors import GO_ON, StoreError, explained
+from .settings import check_same
 
 
 class Store:
@@ -43,9 +34,9 @@ class Store:
         return min(array.shape[0] for array in self.arrays.values())
 
     def check(self) -> None:
-        """**Raises:** [`StoreError`][] if some of it is not written, by a run that was stopped."""
+        """**Raises:** `StoreError` if some of it is not written, by a run that was stopped."""
         for name, array in self.arrays.items():
-            with explained(f"read the store in {self.folder}"):
+            with explained(f"read the store in {self.folder}", ""):
                 there = array.storage_statistics(query_fully_stored=True).result().fully_stored
             if not there:
                 what = f"Some of {name!r} in {self.folder} is not written"
@@ -73,7 +64,7 @@ class Store:
 
         **Raises:**
 
-        [`StoreError`][] if something could not be written. What was before it is in the store.
+        `StoreError` if something could not be written. What was before it is in the store.
         """
         with explained(f"write into {self.folder}"):
             for future in futures:
@@ -114,18 +105,19 @@ def create(
 
     **Raises:**
 
-    `SettingError` if the one that is there was made in another way; [`StoreError`][] if it cannot
+    `SettingError` if the one that is there was made in another way; `StoreError` if it cannot
     be written.
     """
-    there = {name for name in types if (folder / name / "zarr.json").exists()}
+    paths = {name: folder / urllib.parse.quote(name, safe="") for name in types}
+    there = [name for name, path in paths.items() if (path / "zarr.json").exists()]
     arrays = {}
     with explained(f"make a store in {folder}"):
         for name in there:
-            check_same(folder, about_of(ts.open(_spec(folder / name), open=True).result()), about)
+            check_same(folder, about_of(ts.open(_spec(paths[name]), open=True).result()), about)
         for name in types:
             if is_begun and name not in there:
                 raise StoreError(f"{folder} has lost {name!r}. Delete all of it, to begin again.")
-            arrays[name] = _create(folder / name, types[name], batches, about, name not in there)
+            arrays[name] = _create(paths[name], types[name], batches, about, name not in there)
     store = Store(folder, arrays)
     store.resize(batches * min(type.shape[0] for type in types.values()), grow=True)
     return store
@@ -160,16 +152,18 @@ def read(folder: str | pathlib.Path) -> Store:
 
     **Raises:**
 
-    [`StoreError`][] if there is none.
+    `StoreError` if there is none.
     """
     folder = pathlib.Path(folder).absolute()
-    names = sorted(path.parent.name for path in folder.glob("*/zarr.json"))
-    if not names:
+    paths = sorted(path.parent for path in folder.glob("*/zarr.json"))
+    if not paths:
         raise StoreError(f"There is no store in {folder}. examples.harvest_activations makes one.")
-    with explained(f"read the store in {folder}"):
-        return Store(
-            folder, {name: ts.open(_spec(folder / name), open=True).result() for name in names}
-        )
+    with explained(f"read the store in {folder}", ""):
+        arrays = {
+            urllib.parse.unquote(path.name): ts.open(_spec(path), open=True).result()
+            for path in paths
+        }
+    return Store(folder, arrays)
 
 
 def _spec(path: pathlib.Path, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -181,54 +175,3 @@ def _spec(path: pathlib.Path, about: Mapping[str, Any] | None = None) -> dict[st
         "store_data_equal_to_fill_value": True,
     }
     return spec if about is None else {**spec, "metadata": {"attributes": dict(about)}}
-
-
-@contextlib.contextmanager
-def alone(folder: pathlib.Path) -> Iterator[None]:
-    """A context that one run at a time is in, of those which write into a folder.
-
-    **Raises:**
-
-    `SettingError` if there is another; [`StoreError`][] if the folder cannot be written.
-    """
-    with explained(f"write into {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "lock", "w")  # noqa: SIM115
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends, however
-        except BlockingIOError:
-            raise SettingError(f"Another run is writing into {folder}.") from None
-        yield
-
-
-@contextlib.contextmanager
-def explained(what: str) -> Iterator[None]:
-    """A context in which what goes wrong with files is told in the terms of the user."""
-    try:
-        yield
-    except (SettingError, StoreError):
-        raise
-    except ValueError as error:  # which TensorStore raises, whatever it is
-        raise _in_our_terms(what, str(error)) from None
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else error
-        raise StoreError(f"Cannot {what}: {reason}. {_advice(error.errno)}") from None
-
-
-def _in_our_terms(what: str, text: str) -> StoreError:
-    if text.startswith("NOT_FOUND"):
-        return StoreError(f"Cannot {what}: some of it is not written. {GO_ON}")
-    number = re.search(r"\[os_error_code='(\d+)'\]", text)
-    reason = os.strerror(int(number[1])) if number else text.partition(" [tensorstore_spec=")[0]
-    return StoreError(f"Cannot {what}: {reason}. {_advice(int(number[1]) if number else None)}")
-
-
-def _advice(number: int | None) -> str:
-    match number:
-        case errno.ENOSPC | errno.EDQUOT:
-            return "What is written is whole: make room, and give the same command again."
-        case None:
-            return "Give the settings it was made with, or another folder by `--out`."
-        case _:
-            return "Give another folder by `--out`."

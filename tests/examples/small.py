@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from examples import harvest_activations
-from examples.activations import command
+from examples.activations.command import command
 from examples.models import smollm2
 from examples.models.smollm2 import MLP, Attention, Block, RMSNorm, SmolLM2
 

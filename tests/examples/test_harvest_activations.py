@@ -22,7 +22,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from examples import harvest_activations
-from examples.activations import SettingError, parallel, shakespeare, store
+from examples.activations import parallel, shakespeare, store
+from examples.activations.errors import StoreError
+from examples.activations.lock import alone
+from examples.activations.settings import SettingError
+from harvest import sow
 
 from . import small
 
@@ -131,6 +135,42 @@ def test_what_several_devices_have_is_written_by_one(tmp_path):
     into.wait(futures)
     assert len(futures) == 4 and len(value.addressable_shards) == 8
     np.testing.assert_array_equal(into["h"].read().result(), value)
+
+
+def test_names_of_arrays(tmp_path):
+    """Keys of sites may have slashes, as those in scopes have."""
+    values = {"layers/3/resid": jnp.arange(8.0).reshape(8, 1), "tokens": jnp.arange(8)}
+    types = {
+        name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
+        for name, value in values.items()
+    }
+    for _ in range(2):
+        into = store.create(tmp_path, types, 1, {})
+        into.wait(into.write(values, 0))
+    found = contents(tmp_path)
+    assert found.keys() == values.keys()
+    for name, value in values.items():
+        np.testing.assert_array_equal(found[name], value)
+
+
+def test_what_is_no_floating_point_is_stored_as_it_is():
+    def model(tokens):
+        layer = lambda x, _: (sow(x + 300, name="number"), sow(x / 3, name="third"))
+        return jax.lax.scan(layer, tokens, length=2)[0]
+
+    collect = parallel.collector(["number", "third"], 1, jnp.bfloat16, parallel.make_mesh(1))
+    tokens = jnp.arange(8 * 4).reshape(8, 4)
+    acts = collect(jax.tree_util.Partial(model), tokens)
+    np.testing.assert_array_equal(acts["number"], tokens + 600)
+    assert acts["number"].dtype == tokens.dtype and acts["third"].dtype == jnp.bfloat16
+
+
+def test_a_store_of_another_version(harvest, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(harvest_activations, "settings", lambda given: {})
+        harvest("a")
+    with pytest.raises(SettingError, match="another version, which did not note 'sites'"):
+        harvest("a")
 
 
 def test_weights_are_split():
@@ -287,7 +327,7 @@ def test_another_dtype(harvest, monkeypatch):
 
 
 def test_another_run_into_the_same_folder(harvest, tmp_path):
-    with store.alone(tmp_path / "a"):
+    with alone(tmp_path / "a"):
         with pytest.raises(SettingError, match=r"Another run is writing into .*a\."):
             harvest("a")
         harvest("b")
@@ -333,7 +373,7 @@ def test_a_run_that_was_stopped_leaves_no_zeros(harvest, monkeypatch):
         patch.setattr(store.Store, "write", stop)
         harvest("a", batches=9)
     found = store.read(folder)
-    with pytest.raises(store.StoreError, match=r"is not written\. Give the same command of"):
+    with pytest.raises(StoreError, match=r"is not written\. Give the same command of"):
         found.check()
     with pytest.raises(ValueError, match="is missing"):
         found["resid_post"][2 * BATCH :].read().result()
@@ -344,7 +384,7 @@ def test_a_run_that_was_stopped_leaves_no_zeros(harvest, monkeypatch):
 def test_a_store_that_lost_an_array(harvest):
     folder = harvest("a")
     shutil.rmtree(folder / "resid_post")
-    with pytest.raises(store.StoreError, match=r"has lost 'resid_post'\. Delete all of it"):
+    with pytest.raises(StoreError, match=r"has lost 'resid_post'\. Delete all of it"):
         harvest("a")
 
 
@@ -361,21 +401,37 @@ def test_devices_that_do_not_fit(harvest):
 
 def test_a_folder_that_cannot_be_written(archive):
     reasons = "Read-only file system|Permission denied|Operation not permitted"
-    with pytest.raises(store.StoreError, match=rf"Cannot write into /sys/\w+: ({reasons})"):
+    with pytest.raises(StoreError, match=rf"Cannot write into /sys/\w+: ({reasons})"):
         small.main(options(archive, "/sys/harvest", batches=2))
 
 
 COMMAND = [sys.executable, "-m", "tests.examples.small"]
 
 
+started = []
+
+
+@pytest.fixture(autouse=True)
+def none_is_left():
+    """Ends the processes of a test that has failed."""
+    yield
+    while started:
+        running = started.pop()
+        running.kill()
+        running.wait()
+
+
 def process(archive, folder, *more, batches, devices=1):
-    return subprocess.Popen(
+    running = subprocess.Popen(
         [*COMMAND, *options(archive, folder, *more, batches=batches)],
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)},
+        # A limit of file sizes would be one of what Python compiles, too.
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONDONTWRITEBYTECODE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+    started.append(running)
+    return running
 
 
 def finish(running):
@@ -504,6 +560,17 @@ def test_processes(archive, tmp_path):
     check(contents(tmp_path / "a"), 8)
 
 
+def test_processes_in_a_folder_of_another_run(archive, tmp_path):
+    """The first says so, and none waits for another."""
+    with alone(tmp_path / "a"):
+        first, second = processes(archive, tmp_path / "a", batches=8)
+        printed, _ = first.communicate(timeout=60)
+        assert "Another run is writing into" in printed and "Traceback" not in printed
+        second.communicate(timeout=60)
+    assert first.returncode == 1 and second.returncode != 0
+    assert not list(tmp_path.glob("a/*/c"))
+
+
 def test_a_kill_of_one_of_two_processes(tmp_path):
     """The other cannot go on alone. Both started again, they do, until the texts end."""
     archive = small.archive(tmp_path / "texts.tar.gz", size=4000)
@@ -544,8 +611,8 @@ class Noted:
 
     folder = "nowhere"
 
-    def __init__(self, count):
-        self.seen = []
+    def __init__(self, count, kept):
+        self.seen, self.kept = [], kept
         self.left = iter(range(count))
 
     def __iter__(self):
@@ -565,13 +632,15 @@ class Noted:
     def wait(self, futures):
         self.seen.append(f"written {futures[0]}")
 
-    def save(self, done, **_):
-        self.seen.append(f"save {done}")
+    def save(self, done, force=False, **_):
+        kept = force or done in self.kept
+        self.seen += [f"save {done}"] * kept
+        return kept
 
 
 def test_the_order_of_a_run():
     """A batch is begun before the last is written, and kept as done when it is on the disk."""
-    noted = Noted(4)
+    noted = Noted(4, kept=(1, 2, 3, 4))
     assert [*harvest_activations.run(noted, noted.collect, noted, noted, 0, 4)] == [1, 2, 3, 4]
     at = noted.seen.index
     for i in range(4):
@@ -580,6 +649,16 @@ def test_the_order_of_a_run():
         assert at(f"compute {i + 1}") < at(f"write {i}")  # which waits until it is computed
         assert at(f"write {i + 1}") < at(f"written {i}")
     assert at("compute 3") > at("written 0")  # no more than three at once are in memory
+
+
+@pytest.mark.parametrize("there, kept", [(5, (1, 4)), (9, (1, 4)), (4, (1, 4)), (0, ())])
+def test_the_end_is_kept(there, kept):
+    """Also if the texts end before as many batches are done as were asked for."""
+    noted = Noted(there, kept)
+    done = [*harvest_activations.run(noted, noted.collect, noted, noted, 0, 8)]
+    assert done == [*range(1, min(there, 8) + 1)]
+    saves = [line for line in noted.seen if line.startswith("save")]
+    assert saves == [f"save {number}" for number in sorted({*kept, *done[-1:]})]
 
 
 def test_a_run_goes_on_from_where_it_was(harvest, monkeypatch):

@@ -12,7 +12,10 @@ import pytest
 
 from examples import train_sae
 from examples._report import Report
-from examples.activations import SettingError, reader, store
+from examples.activations import reader, store
+from examples.activations.errors import StoreError
+from examples.activations.lock import alone
+from examples.activations.settings import SettingError
 from examples.models import sae, smollm2, training
 
 from . import small
@@ -131,6 +134,15 @@ def test_what_training_begins_with(settings, vectors, monkeypatch):
     np.testing.assert_allclose(trained(settings).offset, some.mean(axis=0), rtol=1e-4, atol=1e-6)
 
 
+def batches_of(settings):
+    vectors = reader.Vectors(store.read(settings.store)["resid_post"])
+    files, _ = reader.split(vectors, 4, settings.seed)
+    together, size = train_sae.TOGETHER, train_sae.AT_ONCE
+    return reader.batches(
+        vectors, files, settings.epochs, train_sae.BATCH, at_once=size, together=together, seed=0
+    )
+
+
 class Stopped(Exception):
     pass
 
@@ -151,8 +163,10 @@ def test_going_on_is_the_same_as_not_stopping(settings, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Stopped, match=r"^$"):
         patch.setattr(training, "steps", stop)
         trained(settings)
+    total, again = len(list(batches_of(settings))), []
+    monkeypatch.setattr(training, "steps", lambda *args: again.append(None) or steps(*args))
     jax.tree.map(np.testing.assert_array_equal, trained(settings), whole)
-    assert len(calls) == 8
+    assert len(calls) == 8 and len(again) == total - 6  # which was the last that was kept
 
 
 def test_other_settings(settings):
@@ -244,17 +258,17 @@ def test_a_store_that_is_not_finished(settings, folder, tmp_path, name):
     (file,) = (path for path in (part / name / "c" / "7").rglob("0") if path.is_file())
     file.unlink()
     settings.store = str(part)
-    with pytest.raises(store.StoreError, match=rf"Some of '{name}' in .* is not written"):
+    with pytest.raises(StoreError, match=rf"Some of '{name}' in .* is not written"):
         train_sae.main(settings)
     vectors = reader.Vectors(store.read(part)["resid_post"])
     assert vectors.read(6).any()
     if name == "resid_post":
-        with pytest.raises(store.StoreError, match="Cannot read file 7: some of it is not written"):
+        with pytest.raises(StoreError, match="Cannot read file 7: some of it is not written"):
             vectors.read(7)
 
 
 def test_two_runs_at_once(settings):
-    with store.alone(pathlib.Path(settings.out)):
+    with alone(pathlib.Path(settings.out)):
         with pytest.raises(SettingError, match="Another run is writing into"):
             train_sae.main(settings)
 
@@ -262,7 +276,7 @@ def test_two_runs_at_once(settings):
 def test_a_folder_that_cannot_be_written(settings):
     settings.out = "/sys/harvest"
     reasons = "Read-only file system|Permission denied|Operation not permitted"
-    with pytest.raises(store.StoreError, match=rf"Cannot write into /sys/harvest: ({reasons})"):
+    with pytest.raises(StoreError, match=rf"Cannot write into /sys/harvest: ({reasons})"):
         train_sae.main(settings)
 
 
@@ -287,5 +301,5 @@ def test_another_store_of_as_many_files(settings, folder, tmp_path):
 
 
 def test_no_store(tmp_path):
-    with pytest.raises(store.StoreError, match="There is no store in"):
+    with pytest.raises(StoreError, match="There is no store in"):
         store.read(tmp_path)
