@@ -89,18 +89,12 @@ def share_explained(edit: Callable, x: Float[Array, "rows D"]) -> Float[Array, "
 
 def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report: Report) -> TopK:
     """An autoencoder of the vectors in some files, from where a run before has stopped."""
+    steps = reader.count(vectors, files, given.epochs, BATCH)
+    check(given, steps)
     some = np.concatenate([vectors.read(file) for file in files[:TOGETHER]])
     mean = some.mean(axis=0)
     scale = np.sqrt(np.mean(np.sum((some - mean) ** 2, axis=1)))
     model = sae.topk(jax.random.key(given.seed), jnp.asarray(mean / scale), given.latents, given.k)
-
-    if BATCH % jax.device_count():
-        raise SettingError(f"{BATCH} vectors cannot be divided over {jax.device_count()} devices")
-    if given.k > given.latents:
-        raise SettingError(f"{given.k} of {given.latents} latents cannot be kept")
-    steps = reader.count(vectors, files, given.epochs, BATCH)
-    if steps < 1:
-        raise SettingError(f"there are no {BATCH} vectors to train on")
     optimiser = optax.adam(optax.cosine_decay_schedule(given.rate, steps))
     state = training.init(model, optimiser)
     batches = reader.batches(
@@ -114,9 +108,7 @@ def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report
     )
     data = iter(batches)
 
-    settings = {name: getattr(given, name) for name in SETTINGS}
-    settings |= {"batch": BATCH, "at_once": AT_ONCE, "together": TOGETHER, "held_out": HELD_OUT}
-    settings["store"] = {"about": vectors.about, "shape": list(vectors.array.shape)}
+    fixed = settings(given, vectors)
     keep = ocp.CheckpointManagerOptions(
         max_to_keep=1, save_interval_steps=SAVE_EVERY, enable_async_checkpointing=False
     )
@@ -124,16 +116,7 @@ def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report
         saved = ocp.CheckpointManager(pathlib.Path(given.out).absolute() / "progress", options=keep)
     done = saved.latest_step() or 0
     if done:
-        kept = saved.restore(done, args=ocp.args.Composite(settings=ocp.args.JsonRestore()))
-        check_same(saved.directory, kept["settings"], settings)
-        found = saved.restore(
-            done,
-            args=ocp.args.Composite(
-                trained=ocp.args.StandardRestore((model, state)),
-                data=grain.checkpoint.CheckpointRestore(data),
-            ),
-        )
-        model, state = found["trained"]
+        model, state = resume(saved, done, fixed, (model, state), data)
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, P(None, "data"))
@@ -145,12 +128,46 @@ def train(vectors: reader.Vectors, files: Any, given: argparse.Namespace, report
         args = ocp.args.Composite(
             trained=ocp.args.StandardSave((model, state)),
             data=grain.checkpoint.CheckpointSave(data),
-            settings=ocp.args.JsonSave(settings),
+            settings=ocp.args.JsonSave(fixed),
         )
         with explained(f"write into {given.out}"):
             saved.save(number, args=args, force=number == count)
     saved.close()
     return model.rescaled(scale)
+
+
+def check(given: argparse.Namespace, steps: int) -> None:
+    """**Raises:** `SettingError` if so many steps cannot be made with the settings."""
+    if BATCH % jax.device_count():
+        raise SettingError(f"{BATCH} vectors cannot be divided over {jax.device_count()} devices")
+    if given.k > given.latents:
+        raise SettingError(f"{given.k} of {given.latents} latents cannot be kept")
+    if steps < 1:
+        raise SettingError(f"there are no {BATCH} vectors to train on")
+
+
+def settings(given: argparse.Namespace, vectors: reader.Vectors) -> dict[str, Any]:
+    """What is trained follows from these."""
+    chosen = {name: getattr(given, name) for name in SETTINGS}
+    sizes = {"batch": BATCH, "at_once": AT_ONCE, "together": TOGETHER, "held_out": HELD_OUT}
+    return chosen | sizes | {"store": [vectors.about, list(vectors.array.shape)]}
+
+
+def resume[T](
+    saved: ocp.CheckpointManager, step: int, fixed: dict[str, Any], like: T, data: Any
+) -> T:
+    """What was trained until a step, which is like this; the data go on behind it.
+
+    **Raises:**
+
+    `SettingError` if it was with other settings.
+    """
+    kept = saved.restore(step, args=ocp.args.Composite(settings=ocp.args.JsonRestore()))
+    check_same(saved.directory, kept["settings"], fixed)
+    args = ocp.args.Composite(
+        trained=ocp.args.StandardRestore(like), data=grain.checkpoint.CheckpointRestore(data)
+    )
+    return saved.restore(step, args=args)["trained"]
 
 
 class Behind(eqx.Module):
