@@ -50,8 +50,10 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
     plain = inspect.unwrap(fn)
     call = inspect.unwrap(type(plain).__call__) if isinstance(plain, eqx.Module) else None
     is_static = isinstance(inspect.getattr_static(type(plain), "__call__", None), staticmethod)
-    if not inspect.isfunction(call) or is_static:
+    if not inspect.isfunction(call):
         return inspect.signature(fn)
+    if is_static:
+        return inspect.signature(call)  # Python 3.12 leaves out its first argument otherwise
     _, *parameters = inspect.signature(call).parameters.values()  # without `self`
     return inspect.signature(call).replace(parameters=parameters)
 
